@@ -1,0 +1,1 @@
+"""How work and weights are spread over processes."""

@@ -5,11 +5,11 @@ against the files in both directions, reads only the bytes each slot asks for, a
 it knows nothing about modules, and modules know nothing about files.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # What a tensor stored for a floating-point parameter may be stored as.
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -35,6 +35,28 @@ def copy_into(target: Tensor) -> Callable[[Tensor], None]:
     """A `store` that converts to the target's dtype and device and copies into it."""
 
     def store(tensor: Tensor) -> None:
-        target.copy_(tensor)
+        with torch.no_grad():
+            target.copy_(tensor)
 
     return store
+
+
+HasTensor = Callable[[str], bool]
+"""Whether the checkpoint holds a tensor of this name."""
+
+
+def weight_slots(module: nn.Module, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
+    """The slots of a module and all below it.
+
+    A module with a method `weight_slots` of its own (one that fuses tensors, or that can be
+    stored in more than one way) speaks for itself and its children. Every other parameter is
+    stored under its own name and shape.
+    """
+    own = getattr(module, "weight_slots", None)
+    if own is not None:
+        yield from own(prefix, has)
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        yield WeightSlot(f"{prefix}{name}", tuple(parameter.shape), copy_into(parameter))
+    for name, child in module.named_children():
+        yield from weight_slots(child, f"{prefix}{name}.", has)

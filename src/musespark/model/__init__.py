@@ -1,0 +1,1 @@
+"""The Muse Spark text decoder."""

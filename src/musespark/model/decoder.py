@@ -1,0 +1,134 @@
+"""The whole text decoder: token ids in, float32 logits out."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from musespark.config.model import DecoderConfig
+from musespark.model.attention import RotaryAngles
+from musespark.model.batch import ForwardBatch
+from musespark.model.kv_cache import LayerCache
+from musespark.model.layer import DecoderLayer
+from musespark.modules.linear import Linear
+from musespark.modules.norms import RMSNorm
+from musespark.ops.precision import wide_dtype
+from musespark.ops.rms_norm import rms_norm
+from musespark.ops.rotary import rotary_angles
+from musespark.ops.soft_cap import soft_cap
+from musespark.parallel.mesh import SINGLE_PROCESS, Mesh
+from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
+
+
+class Decoder(nn.Module):
+    """A Muse Spark text decoder on flat tokens.
+
+    s      = rms(embed[ids])                                    # float32, never rounded
+    s      = layer(s)  for every layer, boundaries fused
+    logits = cap * tanh(multiplier * (norm(s) @ Wlm) / cap)
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        mesh: Mesh = SINGLE_PROCESS,
+    ) -> None:
+        """Weights are left uninitialized, for a loader to fill.
+
+        Args:
+            config: what to build.
+            dtype: the compute dtype: bfloat16, float32, or float64 (tests).
+            device: where the weights live.
+            mesh: this process's place among the others.
+        """
+        super().__init__()
+        device = torch.device(device)
+        self.config, self.dtype, self.mesh = config, dtype, mesh
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device, _freeze=True
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, dtype=dtype, device=device) for layer in config.layers
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.norm.weight.device
+
+    def weight_slots(self, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
+        """What the decoder takes from a checkpoint whose text weights start with `prefix`."""
+        for name in ("embed_tokens", "layers", "norm"):
+            yield from weight_slots(getattr(self, name), f"{prefix}{name}.", has)
+        yield from weight_slots(self.lm_head, "lm_head.", has)
+
+    def finish_loading(self) -> None:
+        """Derive what is derived from weights, once they are all in place."""
+        for module in self.modules():
+            if module is not self and (finish := getattr(module, "finish_loading", None)):
+                finish()
+
+    def pack(self) -> None:
+        """Move weights to the machine's fastest layout; their plain form is given up, piece by
+        piece, so that memory grows by one tensor at most."""
+        for module in self.modules():
+            if module is not self and (pack := getattr(module, "pack", None)):
+                pack()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache] | None = None) -> Tensor:
+        """Logits [N, V] float32 of the batch's `logit_rows`.
+
+        Args:
+            batch: the step's tokens.
+            caches: every layer's keys and values, read and written; None: nothing is cached.
+        """
+        hidden_states = self._run_layers(batch, caches)
+        if batch.logit_rows is not None:
+            hidden_states = hidden_states.index_select(0, batch.logit_rows)
+        return self._logits(hidden_states)
+
+    def compute_logits(self, token_ids: Tensor | Sequence[int]) -> Tensor:
+        """Logits [T, V] float32 of one sequence [T], all positions at once, without a cache."""
+        ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        return self.forward(ForwardBatch.uncached(ids))
+
+    def _run_layers(
+        self, batch: ForwardBatch, caches: Sequence[LayerCache] | None
+    ) -> Tensor:
+        """The final norm's output [T, D]."""
+        angles = self._rotary_angles(batch.positions)
+        embedded = F.embedding(batch.token_ids, self.embed_tokens.weight)
+        stream = rms_norm(
+            embedded, None, self.config.rms_norm_eps, out_dtype=wide_dtype(self.dtype)
+        )
+        normed = self.layers[0].input_layernorm(stream, out_dtype=self.dtype)
+        for index, (layer, layer_config) in enumerate(
+            zip(self.layers, self.config.layers, strict=True)
+        ):
+            cache = None if caches is None else caches[index]
+            residual = layer(normed, stream, batch, cache, angles[layer_config.rope_theta])
+            last = index + 1 == len(self.layers)
+            next_norm = self.norm if last else self.layers[index + 1].input_layernorm
+            normed, stream = residual.boundary(next_norm)
+        return normed
+
+    def _rotary_angles(self, positions: Tensor) -> dict[float, RotaryAngles | None]:
+        """The step's angles for each theta in use; None for theta 0."""
+        thetas = {layer.rope_theta for layer in self.config.layers}
+        wide, head_dim = wide_dtype(self.dtype), self.config.head_dim
+        return {
+            theta: rotary_angles(positions, theta, head_dim, wide) if theta > 0 else None
+            for theta in thetas
+        }
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        scores = self.lm_head(hidden_states).to(wide_dtype(self.dtype))
+        config = self.config
+        return soft_cap(scores, config.output_multiplier, config.final_logit_softcapping)

@@ -1,0 +1,60 @@
+"""Storage of keys and values: one pair of paged tensors per layer.
+
+Full and sliding layers page separately, because a sliding layer gives blocks back as soon as the
+window has passed them. All layers of one kind share block ids: block b of a sequence is block b in
+each of them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from musespark.config.model import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's share of the cache."""
+
+    key: Tensor
+    """[blocks, block_size, kv_heads, head_dim]."""
+    value: Tensor
+    """[blocks, block_size, kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """How large a cache to make."""
+
+    block_size: int
+    """Tokens per block."""
+    num_full_blocks: int
+    """Blocks of the full layers' pool."""
+    num_sliding_blocks: int
+    """Blocks of the sliding layers' pool."""
+
+
+def bytes_per_block(config: DecoderConfig, kind: str, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes, over all layers of one kind together."""
+    layers = sum(layer.attention == kind for layer in config.layers)
+    values = 2 * block_size * config.num_key_value_heads * config.head_dim
+    return layers * values * dtype.itemsize
+
+
+def allocate_kv_cache(
+    config: DecoderConfig, spec: KVCacheSpec, *, dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """The cache of every layer, in layer order.
+
+    The memory is zeroed: a masked key is never seen, but NaN in it would spread through the
+    products all the same.
+    """
+    caches = []
+    for layer in config.layers:
+        sliding = layer.attention == "sliding_attention"
+        blocks = spec.num_sliding_blocks if sliding else spec.num_full_blocks
+        shape = (blocks, spec.block_size, config.num_key_value_heads, config.head_dim)
+        key = torch.zeros(shape, dtype=dtype, device=device)
+        caches.append(LayerCache(key=key, value=torch.zeros_like(key)))
+    return caches

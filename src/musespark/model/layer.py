@@ -1,0 +1,73 @@
+"""One decoder layer: two sub-layers, two boundaries, the second of them left to the next layer."""
+
+import torch
+from torch import Tensor, nn
+
+from musespark.config.model import DecoderConfig, LayerConfig
+from musespark.model.attention import Attention, RotaryAngles
+from musespark.model.batch import ForwardBatch
+from musespark.model.kv_cache import LayerCache
+from musespark.model.mlp import DenseMLP
+from musespark.model.residual import ResidualGate, ResidualStream
+from musespark.modules.norms import CentredRMSNorm, WeightFirstRMSNorm
+from musespark.moe.block import CompressedMoE
+
+
+class DecoderLayer(nn.Module):
+    """s = blend(s, attention(norm(s)));  return s and ffn(norm(s)), not yet blended."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.post_eps = config.post_norm_eps
+        self.input_layernorm = CentredRMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.self_attn = Attention(config, layer, dtype=dtype, device=device)
+        self.post_attention_residual_gate = ResidualGate(config, dtype=dtype, device=device)
+        self.pre_feedforward_layernorm = CentredRMSNorm(hidden, eps, dtype=dtype, device=device)
+        mlp = CompressedMoE if layer.mlp == "sparse" else DenseMLP
+        self.mlp = mlp(config, dtype=dtype, device=device)
+        self.post_feedforward_layernorm = WeightFirstRMSNorm(
+            hidden, self.post_eps, dtype=dtype, device=device
+        )
+        self.post_feedforward_residual_gate = ResidualGate(config, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        attn_input: Tensor,
+        stream: Tensor,
+        batch: ForwardBatch,
+        cache: LayerCache | None,
+        angles: RotaryAngles | None,
+    ) -> ResidualStream:
+        """Run both sub-layers.
+
+        Args:
+            attn_input: [T, D], the stream normed by `input_layernorm`.
+            stream: [T, D] float32.
+            batch, cache, angles: as for `Attention`.
+
+        Returns:
+            The stream after attention, with the FFN's branch waiting to be blended.
+        """
+        after_attention = ResidualStream(
+            stream=stream,
+            branch=self.self_attn(attn_input, batch, cache, angles),
+            gate=self.post_attention_residual_gate,
+            post_norm=None,
+            post_eps=self.post_eps,
+        )
+        ffn_input, stream = after_attention.boundary(self.pre_feedforward_layernorm)
+        return ResidualStream(
+            stream=stream,
+            branch=self.mlp(ffn_input),
+            gate=self.post_feedforward_residual_gate,
+            post_norm=self.post_feedforward_layernorm,
+            post_eps=self.post_eps,
+        )

@@ -1,0 +1,77 @@
+"""The gated float32 residual stream, and boundaries that are deferred until they can be fused.
+
+A sub-layer does not blend its branch into the stream. It hands over both, with the post-norm and
+the gate that will blend them, and whoever norms the stream next does all three in one step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from musespark.config.model import DecoderConfig
+from musespark.modules.norms import RMSNorm, WeightFirstRMSNorm
+from musespark.ops.precision import wide_dtype
+from musespark.ops.residual_boundary import blend, residual_boundary
+from musespark.ops.residual_gate import residual_gate
+
+
+class ResidualGate(nn.Module):
+    """Per-channel weights of stream (alpha) and branch (beta), from one learned vector."""
+
+    alpha: Tensor
+    beta: Tensor
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._temperature = config.residual_gate_temperature
+        gate = torch.empty(config.hidden_size, dtype=wide_dtype(dtype), device=device)
+        self.gate = nn.Parameter(gate, requires_grad=False)
+        self.register_buffer("alpha", torch.empty_like(gate), persistent=False)
+        self.register_buffer("beta", torch.empty_like(gate), persistent=False)
+
+    def finish_loading(self) -> None:
+        """Compute both coefficients, once."""
+        alpha, beta = residual_gate(self.gate, self._temperature)
+        self.alpha.copy_(alpha)
+        self.beta.copy_(beta)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualStream:
+    """A stream and a branch that waits to be blended into it."""
+
+    stream: Tensor
+    """[T, D] float32."""
+    branch: Tensor
+    """[T, D] in the compute dtype."""
+    gate: ResidualGate
+    post_norm: WeightFirstRMSNorm | None
+    """The branch's norm; None: the norm without a weight."""
+    post_eps: float
+
+    def boundary(self, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Blend, then norm: (input of the next sub-layer [T, D], new stream [T, D] float32)."""
+        return residual_boundary(
+            self.stream,
+            self.branch,
+            self.gate.alpha,
+            self.gate.beta,
+            None if self.post_norm is None else self.post_norm.gain,
+            self.post_eps,
+            pre_norm.gain,
+            pre_norm.eps,
+        )
+
+    def blend(self) -> Tensor:
+        """Blend only: the new stream [T, D] float32."""
+        return blend(
+            self.stream,
+            self.branch,
+            self.gate.alpha,
+            self.gate.beta,
+            None if self.post_norm is None else self.post_norm.gain,
+            self.post_eps,
+        )

@@ -1,0 +1,59 @@
+"""Which experts a token goes to, and with what weights."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from musespark.config.model import DecoderConfig
+from musespark.ops.precision import wide_dtype
+from musespark.ops.route_topk import route_topk
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The finished choice for T tokens."""
+
+    weights: Tensor
+    """[T, K] float32; 0 on padding rows."""
+    ids: Tensor
+    """[T, K] int64 expert ids, in descending order of the biased score; -1 on padding rows."""
+
+
+class Router(nn.Module):
+    """Scores every expert in float32 and picks the top K."""
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        wide = wide_dtype(dtype)
+        experts, width = config.num_local_experts, config.hidden_size
+        self.top_k = config.num_experts_per_tok
+        self.scale = config.routed_scaling_factor
+        self.scoring = config.scoring_func
+        self._output_multiplier = config.output_multiplier
+        self.weight = nn.Parameter(
+            torch.empty(experts, width, dtype=wide, device=device), requires_grad=False
+        )
+        self.e_score_correction_bias = nn.Parameter(
+            torch.empty(experts, dtype=wide, device=device), requires_grad=False
+        )
+
+    def finish_loading(self) -> None:
+        """Fold the output multiplier into the weight, once."""
+        self.weight.data.mul_(self._output_multiplier)
+
+    def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Routing:
+        """Route `hidden_states` [T, D]; rows where `padding` [T] is True go to no expert."""
+        logits = F.linear(hidden_states.to(self.weight.dtype), self.weight)  # [T, E]
+        weights, ids = route_topk(
+            logits,
+            self.e_score_correction_bias,
+            self.top_k,
+            self.scale,
+            scoring=self.scoring,
+            padding=padding,
+        )
+        return Routing(weights, ids)

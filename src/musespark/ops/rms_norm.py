@@ -1,0 +1,60 @@
+"""Root-mean-square norm, in the three ways this model weights it.
+
+    centred        rms(x) * (1 + w)       gain = 1 + w
+    plain          rms(x) * w             gain = w
+    weight first   rms(x * (1 + w))       gain = 1 + w, with `scale_input=True`
+    no weight      rms(x)                 gain = None
+
+where rms(x) = x * rsqrt(mean(x^2) + eps) over the last dimension. Everything is computed in
+float32 and rounded once, at the end; the gain is formed once in float32 when weights are loaded.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from musespark.ops.precision import wide_dtype
+
+
+def rms_norm_reference(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    *,
+    scale_input: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The formula above, term by term. Arguments as for `rms_norm`."""
+    wide = x.to(wide_dtype(x.dtype))
+    if gain is not None and scale_input:
+        wide = wide * gain
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    if gain is not None and not scale_input:
+        normed = normed * gain
+    return normed.to(out_dtype or x.dtype)
+
+
+def rms_norm(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    *,
+    scale_input: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """RMS norm of the last dimension.
+
+    Args:
+        x: [..., N], any float dtype.
+        gain: [N] in float32, or None.
+        eps: added to the mean square.
+        scale_input: multiply by the gain before the norm instead of after it.
+        out_dtype: dtype of the result; x's own if None.
+
+    Returns:
+        [..., N] in `out_dtype`, rounded once.
+    """
+    wide = x.to(wide_dtype(x.dtype))
+    if gain is not None and scale_input:
+        wide, gain = wide * gain, None
+    return F.rms_norm(wide, wide.shape[-1:], gain, eps).to(out_dtype or x.dtype)

@@ -1,0 +1,9 @@
+"""Small checkpoints for tests and experiments: random, but well conditioned.
+
+Needs torch alone, so that anything that reads checkpoints can be tried without a download.
+"""
+
+from musespark.testing.checkpoints import make_checkpoint, tensor_shapes
+from musespark.testing.configs import tiny_config
+
+__all__ = ["make_checkpoint", "tensor_shapes", "tiny_config"]

@@ -146,7 +146,8 @@ def tensor_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int, ..
 
 def _random_tensor(name: str, shape: tuple[int, ...], config: DecoderConfig, seed: int) -> Tensor:
     """Float32 values of the tensor `name` (without the prefix)."""
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    # One 32-bit number: the generator looks at no more.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     noise = torch.randn(shape, generator=generator)
     fan_in = shape[-1]
     if name == "embed_tokens.weight":

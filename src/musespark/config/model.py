@@ -5,6 +5,7 @@ layer's kind of feed-forward network are read, never guessed from the layer's nu
 """
 
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ _IRRELEVANT_FIELDS = (
     "problem_type", "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers_version",
     "use_cache", "cross_attention_hidden_size", "pad_token_id",
 )  # fmt: skip
+
+_SHARED_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +123,12 @@ class DecoderConfig:
                     f"{where}: model_type: must be 'muse_spark', found {model_type!r}. "
                     "This engine runs the Muse Spark family only."
                 )
-            text, where = fields["text_config"], f"{where}: text_config"
+            text, outer, where = fields["text_config"], where, f"{where}: text_config"
             if not isinstance(text, dict):
                 raise ConfigError(f"{where}: must be an object, found {text!r}.")
-            text = dict(text)
-            # Conditional-generation configs may keep these beside the text part.
-            for shared in ("bos_token_id", "eos_token_id", "tie_word_embeddings"):
-                if text.get(shared) is None and shared in fields:
-                    text[shared] = fields[shared]
+            text = _with_shared_fields(text, fields, outer)
+        elif model_type == "muse_spark":
+            raise FieldReader(fields, where).missing("text_config")
         else:
             if model_type != "muse_spark_text":
                 raise ConfigError(
@@ -201,6 +202,20 @@ class DecoderConfig:
         return fields
 
 
+def _with_shared_fields(text: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """The text part, completed with what conditional-generation configs may keep beside it."""
+    known = (*_SHARED_FIELDS, "model_type", "quantization_config", "text_config")
+    for name in fields.keys() - set(known):
+        # The rest of the outer object is the towers' business; only near misses are typos.
+        if similar := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
+            raise ConfigError(f"{where}: unknown field: {name!r} (did you mean {similar[0]!r}?).")
+    text = dict(text)
+    for shared in _SHARED_FIELDS:
+        if text.get(shared) is None and shared in fields:
+            text[shared] = fields[shared]
+    return text
+
+
 def _read_layers(reader: FieldReader, num_layers: int) -> tuple[LayerConfig, ...]:
     kinds = reader.take_layer_list(
         "layer_types", num_layers, str, ("full_attention", "sliding_attention")
@@ -223,6 +238,8 @@ def _read_layers(reader: FieldReader, num_layers: int) -> tuple[LayerConfig, ...
 
 
 def _read_eos(reader: FieldReader) -> tuple[int, ...]:
+    """The end tokens. Cut-down models often keep the released ids, beyond their own vocabulary:
+    such a token never comes, and no harm is done."""
     raw = reader.take("eos_token_id", object, None)
     ids = raw if isinstance(raw, list) else [] if raw is None else [raw]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
@@ -234,29 +251,33 @@ def _refuse_unsupported(reader: FieldReader) -> None:
     """Settings that would need a different forward pass."""
     if (activation := reader.take("hidden_act", str, "silu")) != "silu":
         raise reader.error("hidden_act", f"only 'silu' is supported, found {activation!r}.")
-    rope = reader.take("rope_parameters", dict, {})
-    rope_type = rope.get("rope_type", "default")
-    if rope_type != "default":
-        raise reader.error(
-            "rope_parameters",
-            f"rope_type must be 'default' (unscaled rotary embedding), found {rope_type!r}.",
-        )
-    for scaling in ("rope_scaling",):
-        if reader.take(scaling, dict, None):
-            raise reader.error(scaling, "scaled rotary embeddings are not supported.")
+    _refuse_scaled_rope(reader)
     if shared := reader.take("num_shared_experts", int, 0):
         raise reader.error(
             "num_shared_experts", f"shared experts are not supported, found {shared}."
         )
     for expert_groups in ("n_group", "topk_group"):
         if (groups := reader.take(expert_groups, int, 1)) > 1:
-            raise reader.error(
-                expert_groups, f"grouped routing is not supported, found {groups}."
-            )
+            raise reader.error(expert_groups, f"grouped routing is not supported, found {groups}.")
     if reader.take("attention_bias", bool, False):
         raise reader.error("attention_bias", "projections with a bias are not supported.")
     if reader.take("tie_word_embeddings", bool, False):
         raise reader.error("tie_word_embeddings", "a tied lm_head is not supported.")
+
+
+def _refuse_scaled_rope(reader: FieldReader) -> None:
+    rope = FieldReader(reader.take("rope_parameters", dict, {}), f"{reader.where}: rope_parameters")
+    if (rope_type := rope.take("rope_type", str, "default")) != "default":
+        raise rope.error(
+            "rope_type", f"must be 'default' (unscaled rotary embedding), found {rope_type!r}."
+        )
+    if (share := rope.take("partial_rotary_factor", float, 1.0)) != 1.0:
+        raise rope.error("partial_rotary_factor", f"heads are rotated whole here, found {share}.")
+    # `layer_rope_theta` holds the base of each layer; this one is transformers' default for it.
+    rope.ignore("rope_theta")
+    rope.finish()
+    if reader.take("rope_scaling", dict, None):
+        raise reader.error("rope_scaling", "scaled rotary embeddings are not supported.")
 
 
 def _check_sizes(config: DecoderConfig, reader: FieldReader) -> None:
@@ -279,9 +300,3 @@ def _check_sizes(config: DecoderConfig, reader: FieldReader) -> None:
         raise reader.error(
             "scoring_func", f"must be 'sigmoid' or 'softmax', found {config.scoring_func!r}."
         )
-    for token in (config.bos_token_id, *config.eos_token_ids):
-        if token is not None and not 0 <= token < config.vocab_size:
-            raise reader.error(
-                "eos_token_id",
-                f"token id {token} is outside the vocabulary (vocab_size {config.vocab_size}).",
-            )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from musespark.config.strict import FieldReader
+from musespark.errors import ConfigError
 
 NVFP4_GROUP_SIZE = 16
 
@@ -40,7 +41,9 @@ def read_quantization(fields: Any, where: str) -> QuantizationConfig:
     Raises:
         ConfigError: another method, algorithm or group size than NVFP4 with groups of 16.
     """
-    reader = FieldReader(fields if isinstance(fields, dict) else {"": fields}, where)
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: must be an object, found {fields!r}.")
+    reader = FieldReader(fields, where)
     if "quantization" in reader:  # hf_quant_config.json
         producer = reader.take("producer", dict, {})
         method = producer.get("name", "modelopt")
@@ -68,9 +71,11 @@ def read_quantization(fields: Any, where: str) -> QuantizationConfig:
 def _group_sizes(reader: FieldReader) -> list[Any]:
     """Every group size stated: at the top, or per group of layers."""
     sizes = [reader.take("group_size", int, NVFP4_GROUP_SIZE)]
-    for group in reader.take("config_groups", dict, {}).values():
-        if isinstance(weights := group.get("weights"), dict):
-            sizes.append(weights.get("group_size", NVFP4_GROUP_SIZE))
+    for name, group in reader.take("config_groups", dict, {}).items():
+        if not isinstance(group, dict):
+            raise reader.error("config_groups", f"{name!r} must be an object, found {group!r}.")
+        weights = group.get("weights")
+        sizes += [weights.get("group_size", NVFP4_GROUP_SIZE)] if isinstance(weights, dict) else []
     return sizes
 
 

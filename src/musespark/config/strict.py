@@ -63,6 +63,13 @@ class FieldReader:
         """An error about the field `name` that says where it stands."""
         return ConfigError(f"{self.where}: {name}: {problem}")
 
+    def missing(self, name: str) -> ConfigError:
+        """An error that says the field `name` is missing, or which field is a typo of it."""
+        similar = difflib.get_close_matches(name, set(self._fields) - self._known, n=1)
+        return self.error(
+            name, f"is missing{f'; is {similar[0]!r} a typo of it?' if similar else '.'}"
+        )
+
     def take(self, name: str, kind: type, default: Any = _MISSING) -> Any:
         """The value of field `name`, which must be of JSON type `kind`.
 
@@ -72,7 +79,7 @@ class FieldReader:
         value = self._fields.get(name)
         if value is None:
             if default is _MISSING:
-                raise self.error(name, self._missing_hint(name))
+                raise self.missing(name)
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -87,9 +94,11 @@ class FieldReader:
             raise self.error(name, f"must be greater than 0, found {value!r}.")
         return value
 
-    def take_layer_list(self, name: str, num_layers: int, kind: type, choices: Iterable[Any] = ()) -> list[Any]:
-        """A list with one entry of type `kind` per layer; `choices`, if given, are all it may hold."""
-        values = self.take(name, list)
+    def take_layer_list(
+        self, name: str, num_layers: int, kind: type, choices: Iterable[Any] = ()
+    ) -> list[Any]:
+        """A list of one `kind` per layer; `choices`, if given, are all it may hold."""
+        values: list[Any] = self.take(name, list)
         if len(values) != num_layers:
             raise self.error(
                 name, f"has {len(values)} entries, but num_hidden_layers is {num_layers}."
@@ -122,10 +131,6 @@ class FieldReader:
                 f"{self.where}: unknown field{'s' if len(unknown) > 1 else ''}: {lines}. "
                 "A field this version does not know could change what the model computes."
             )
-
-    def _missing_hint(self, name: str) -> str:
-        similar = difflib.get_close_matches(name, set(self._fields) - self._known, n=1)
-        return f"is missing{f'; is {similar[0]!r} a typo of it?' if similar else '.'}"
 
 
 def _nearest(name: Any, known: Iterable[str]) -> str:

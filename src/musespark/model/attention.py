@@ -93,7 +93,7 @@ class Attention(nn.Module):
                     query[:decodes],
                     cache.key,
                     cache.value,
-                    metadata.block_table[:decodes],
+                    metadata.decode_table,
                     metadata.decode_mask,
                     self.scale,
                 )

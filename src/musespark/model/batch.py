@@ -20,8 +20,10 @@ class AttentionMetadata:
     """[B] position of the first key in each sequence's first block of the table."""
     slot_mapping: Tensor
     """[T] int64 row of each token in the flattened cache."""
+    decode_table: Tensor
+    """[num_decodes, M] int64: the table's rows of the decoding sequences, no wider than they need."""
     decode_mask: Tensor
-    """[num_decodes, N * block_size] bool: the keys that each decoding sequence sees."""
+    """[num_decodes, M * block_size] bool: the keys that each decoding sequence sees."""
 
 
 @dataclass(frozen=True, slots=True)

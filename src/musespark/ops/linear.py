@@ -14,14 +14,16 @@ from torch import Tensor
 MatMul = Callable[[Tensor], Tensor]
 
 
+def bfloat16_is_fast() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices with oneDNN."""
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether `pack_linear` has a faster layout for this weight on this machine."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and bfloat16_is_fast()
 
 
 def linear(weight: Tensor) -> MatMul:

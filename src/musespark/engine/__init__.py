@@ -1,0 +1,6 @@
+"""From requests to batches to tokens.
+
+One step: schedule (who runs, with how many tokens), build the inputs, run the decoder, sample,
+commit. The host core (request, block_pool, scheduler) knows no tensors. The engine knows tokens
+only; text belongs to whoever calls it.
+"""

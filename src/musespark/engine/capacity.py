@@ -1,0 +1,106 @@
+"""How many blocks of KV cache to make, and whether the model's length fits into memory at all."""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from musespark.config.engine import EngineConfig
+from musespark.config.model import DecoderConfig
+from musespark.errors import CapacityError
+from musespark.model.kv_cache import KVCacheSpec, bytes_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The cache to make and the longest request it serves."""
+
+    spec: KVCacheSpec
+    max_model_len: int
+    num_bytes: int
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated on `device` now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def plan_kv_cache(
+    model: DecoderConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int
+) -> CachePlan:
+    """Size both pools for `max_num_seqs` requests of full length, or as many as memory holds.
+
+    Args:
+        model: layer counts, head sizes and the window.
+        engine: the limits asked for.
+        dtype: of keys and values.
+        free_bytes: memory left after loading the weights.
+
+    Raises:
+        CapacityError: not even one request of `max_model_len` fits; names the length that does.
+    """
+    budget = int(free_bytes * engine.gpu_memory_utilization)
+    sizes = _BlockSizes(model, engine, dtype)
+    longest = sizes.longest_fitting(budget, model.max_position_embeddings)
+    max_model_len = engine.max_model_len or longest
+    if max_model_len > model.max_position_embeddings:
+        raise CapacityError(
+            f"max_model_len: {max_model_len} exceeds the {model.max_position_embeddings} positions "
+            "the model was made for (max_position_embeddings)."
+        )
+    if longest < 1 or max_model_len > longest:
+        raise CapacityError(
+            f"max_model_len: one request of {max_model_len} tokens needs "
+            f"{sizes.request_bytes(max_model_len) / 2**20:,.0f} MiB of KV cache, but "
+            f"{budget / 2**20:,.0f} MiB may be used. The longest that fits is {max(longest, 0)}: "
+            "lower max_model_len, or raise gpu_memory_utilization."
+        )
+    full, sliding = sizes.blocks_of(max_model_len)
+    # Only one request at a time reads a whole chunk; the others hold a window.
+    window_blocks = min(sliding, -(-sizes.window // sizes.block) + 1)
+    wanted_full = full * engine.max_num_seqs
+    wanted_sliding = sliding + window_blocks * (engine.max_num_seqs - 1)
+    share = min(1.0, budget / max(1, sizes.bytes_of(wanted_full, wanted_sliding)))
+    spec = KVCacheSpec(
+        block_size=engine.block_size,
+        num_full_blocks=max(full, int(wanted_full * share)) if sizes.full_bytes else 0,
+        num_sliding_blocks=max(sliding, int(wanted_sliding * share)) if sizes.sliding_bytes else 0,
+    )
+    num_bytes = sizes.bytes_of(spec.num_full_blocks, spec.num_sliding_blocks)
+    return CachePlan(spec, max_model_len, num_bytes)
+
+
+class _BlockSizes:
+    """Blocks and bytes that a request of a given length takes."""
+
+    def __init__(self, model: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> None:
+        self.block, self.window = engine.block_size, model.sliding_window
+        self.chunk = engine.max_num_batched_tokens
+        self.full_bytes = bytes_per_block(model, "full_attention", self.block, dtype)
+        self.sliding_bytes = bytes_per_block(model, "sliding_attention", self.block, dtype)
+
+    def blocks_of(self, length: int) -> tuple[int, int]:
+        """(full, sliding) blocks that one request of `length` tokens holds at most."""
+        full = -(-length // self.block)
+        # A step's chunk and the window before it, which may begin in the middle of a block.
+        sliding = min(full, -(-(self.window + self.chunk) // self.block) + 1)
+        return full, sliding
+
+    def bytes_of(self, full: int, sliding: int) -> int:
+        return full * self.full_bytes + sliding * self.sliding_bytes
+
+    def request_bytes(self, length: int) -> int:
+        return self.bytes_of(*self.blocks_of(length))
+
+    def longest_fitting(self, budget: int, limit: int) -> int:
+        """The largest length up to `limit` whose blocks fit into `budget` bytes; 0 if none."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.request_bytes(middle) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low

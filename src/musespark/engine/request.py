@@ -1,0 +1,78 @@
+"""One request as the engine sees it: tokens in, tokens out, blocks held meanwhile."""
+
+import enum
+from dataclasses import dataclass, field
+
+from musespark.config.sampling import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; values are the OpenAI API's where it has one."""
+
+    STOP = "stop"
+    """An end token, a stop token, or a stop text."""
+    LENGTH = "length"
+    """max_tokens, or the model's length."""
+    ABORT = "abort"
+    """The caller gave up on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position."""
+
+    logprob: float
+    """Of the token that was chosen."""
+    rank: int
+    """Of that token among all, 1 for the most likely."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens and theirs, in descending order."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt, its settings, and how far it has come."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    end_token_ids: frozenset[int]
+    """Tokens that end the output: the model's, unless ignored, and the request's own."""
+    max_total_tokens: int
+    """Prompt and output tokens at most."""
+    output_token_ids: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache."""
+    full_blocks: list[int] = field(default_factory=list)
+    """Blocks of the full layers' pool, from position 0."""
+    sliding_blocks: list[int] = field(default_factory=list)
+    """Blocks of the sliding layers' pool, from block number `first_sliding_block`."""
+    first_sliding_block: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens still to be run; 1 while decoding."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Prompt and output tokens at positions start to stop - 1."""
+        prompt = len(self.prompt_token_ids)
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : stop - prompt]
+        head = list(self.prompt_token_ids[start:stop])
+        return head + self.output_token_ids[: max(0, stop - prompt)]

@@ -1,0 +1,27 @@
+"""The decoder with its cache: runs batches, knows nothing of requests."""
+
+import torch
+from torch import Tensor
+
+from musespark.model.batch import ForwardBatch
+from musespark.model.decoder import Decoder
+from musespark.model.kv_cache import KVCacheSpec, allocate_kv_cache
+
+
+class ModelRunner:
+    """Holds the weights and every layer's keys and values."""
+
+    def __init__(self, decoder: Decoder, spec: KVCacheSpec) -> None:
+        self._decoder = decoder
+        self._caches = allocate_kv_cache(
+            decoder.config, spec, dtype=decoder.dtype, device=decoder.device
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must be."""
+        return self._decoder.device
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Logits [N, V] float32 of the batch's wanted rows; writes the batch's keys and values."""
+        return self._decoder(batch, self._caches)

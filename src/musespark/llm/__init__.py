@@ -1,0 +1,1 @@
+"""The front door of the Python API: a model by name, text in, text out."""

@@ -1,0 +1,183 @@
+"""LLM: load a model, then generate."""
+
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from musespark.chat.tokenizer import Tokenizer
+from musespark.checkpoint.load import Progress
+from musespark.checkpoint.source import resolve_checkpoint
+from musespark.config.engine import EngineConfig
+from musespark.config.model import DecoderConfig
+from musespark.config.sampling import SamplingParams
+from musespark.engine.capacity import free_memory, plan_kv_cache
+from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.runner import ModelRunner
+from musespark.engine.scheduler import CacheLayout
+from musespark.errors import CheckpointError, RequestError
+from musespark.llm.generation import Generation, Output
+from musespark.llm.loading import load_decoder
+from musespark.llm.outputs import Completion
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A loaded model that runs any number of prompts together.
+
+    >>> llm = LLM("spark-mini")
+    >>> llm.generate("What is 12 + 30?", SamplingParams(temperature=0, max_tokens=64))[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "spark-mini",
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        progress: Progress | None = None,
+        **engine_settings: Any,
+    ) -> None:
+        """Load the weights and size the KV cache.
+
+        Args:
+            model: a packaged model's name, a folder, or a Hugging Face repository id.
+            device: "cpu" or "cuda"; None: CUDA where there is a device.
+            dtype: "bfloat16", "float32" or "float64"; None: bfloat16, or float32 on a CPU
+                without bfloat16 products.
+            revision: branch, tag or commit of a Hugging Face repository.
+            progress: told the bytes loaded so far and in all.
+            engine_settings: fields of `EngineConfig`, such as max_model_len or max_num_seqs.
+
+        Raises:
+            ConfigError: the config or a setting is unsupported.
+            CheckpointError: files are missing, damaged, or do not fit the config.
+            CapacityError: the model's length does not fit into memory.
+        """
+        engine_config = EngineConfig(**engine_settings)
+        self.folder = resolve_checkpoint(str(model), revision)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        decoder = load_decoder(self.folder, device=device, dtype=dtype, progress=progress)
+        decoder.pack()
+        self.config: DecoderConfig = decoder.config
+        plan = plan_kv_cache(
+            decoder.config, engine_config, decoder.dtype, free_memory(decoder.device)
+        )
+        self.max_model_len = plan.max_model_len
+        layout = CacheLayout(
+            block_size=plan.spec.block_size,
+            num_full_blocks=plan.spec.num_full_blocks,
+            num_sliding_blocks=plan.spec.num_sliding_blocks,
+            sliding_window=decoder.config.sliding_window,
+        )
+        limits = EngineLimits(
+            vocab_size=decoder.config.vocab_size,
+            max_model_len=plan.max_model_len,
+            max_num_seqs=engine_config.max_num_seqs,
+            max_num_batched_tokens=engine_config.max_num_batched_tokens,
+            eos_token_ids=frozenset(decoder.config.eos_token_ids),
+        )
+        self._engine = Engine(ModelRunner(decoder, plan.spec), layout, limits)
+        self._owners: weakref.WeakValueDictionary[int, Generation] = weakref.WeakValueDictionary()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer; None if it has none."""
+        if not (self.folder / "tokenizer.json").exists():
+            return None
+        return Tokenizer.from_folder(self.folder)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete every prompt; prompts of any mix of lengths run together.
+
+        Args:
+            prompts: one prompt or several; each a text, or a list of token ids.
+            params: for all prompts, or one per prompt; None: the defaults.
+
+        Returns:
+            One completion per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or setting cannot be honoured; nothing has run then.
+        """
+        with self.stream(prompts, params) as generation:
+            for _ in generation:
+                pass
+            return generation.results()
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generation:
+        """Like `generate`, as an iterator over what each step adds.
+
+        Close it (or use it in a `with` statement) to stop early; `results()` then holds what was
+        produced until there.
+        """
+        token_prompts = [self._token_ids(prompt) for prompt in _as_list(prompts)]
+        settings = _one_each(params, len(token_prompts))
+        self._check_stop_texts(settings)
+        outputs: dict[int, Output] = {}
+        try:
+            for index, (prompt, setting) in enumerate(zip(token_prompts, settings, strict=True)):
+                request_id = self._engine.add_request(prompt, setting)
+                outputs[request_id] = Output(index, prompt, setting, self.tokenizer)
+        except RequestError:
+            for request_id in outputs:
+                self._engine.abort(request_id)
+            raise
+        generation = Generation(self._engine, outputs, self._step)
+        self._owners.update(dict.fromkeys(outputs, generation))
+        return generation
+
+    def _step(self) -> None:
+        """Run the engine once and hand every token to the call it belongs to."""
+        for token in self._engine.step():
+            if (owner := self._owners.get(token.request_id)) is not None:
+                owner.take(token)
+            else:  # its iterator was dropped without being closed
+                self._engine.abort(token.request_id)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{self.folder} has no tokenizer.json, so prompts must be lists of token ids."
+            )
+        return self.tokenizer.encode_prompt(prompt)
+
+    def _check_stop_texts(self, settings: Sequence[SamplingParams]) -> None:
+        if any(setting.stop for setting in settings) and self.tokenizer is None:
+            raise RequestError(
+                f"stop: {self.folder} has no tokenizer.json, so output has no text to stop at. "
+                "Use stop_token_ids."
+            )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several: a text and a list of token ids are one each."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling parameters were given for {count} prompts.")
+    return list(params)

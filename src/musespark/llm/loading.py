@@ -1,0 +1,78 @@
+"""From a model's name to a decoder in memory."""
+
+from pathlib import Path
+
+import torch
+
+from musespark.checkpoint.load import Progress, load_weights
+from musespark.checkpoint.names import find_prefix
+from musespark.checkpoint.shards import CheckpointReader
+from musespark.checkpoint.source import resolve_checkpoint
+from musespark.config.model import DecoderConfig
+from musespark.errors import ConfigError
+from musespark.model.decoder import Decoder
+from musespark.ops.linear import bfloat16_is_fast
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def load_decoder(
+    model: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load a checkpoint's decoder, ready to run, with its weights still readable as parameters.
+
+    Args:
+        model: a folder, a packaged model's name, or a Hugging Face repository id.
+        device: where to put the weights.
+        dtype: compute dtype: "bfloat16", "float32" or "float64" (or torch's); None: bfloat16,
+            or float32 on a CPU without bfloat16 products.
+        revision: branch, tag or commit of a Hugging Face repository.
+        progress: told the bytes loaded so far and in all.
+
+    Raises:
+        ConfigError: the config or an argument is unsupported.
+        CheckpointError: files are missing, damaged, or do not fit the config.
+    """
+    folder = resolve_checkpoint(str(model), revision)
+    device = _checked_device(device)
+    config = DecoderConfig.from_folder(folder)
+    with CheckpointReader.open(folder) as reader:
+        decoder = Decoder(config, dtype=_checked_dtype(dtype, device), device=device)
+        slots = decoder.weight_slots(find_prefix(reader), reader.__contains__)
+        load_weights(slots, reader, progress=progress)
+    decoder.finish_loading()
+    return decoder
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    try:
+        checked = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device: must be 'cpu' or 'cuda', found {device!r}.") from None
+    if checked.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: must be 'cpu' or 'cuda', found {device!r}.")
+    if checked.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device: 'cuda' was asked for, but PyTorch sees no CUDA device. Use device 'cpu', or "
+            "install a CUDA build of PyTorch (see docs/getting-started.md)."
+        )
+    return checked
+
+
+def _checked_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        fast = device.type != "cpu" or bfloat16_is_fast()
+        return torch.bfloat16 if fast else torch.float32
+    checked = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if checked not in _DTYPES.values():
+        raise ConfigError(f"dtype: must be one of {', '.join(_DTYPES)}, found {dtype!r}.")
+    return checked

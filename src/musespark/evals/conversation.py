@@ -4,7 +4,6 @@ Nothing here draws random numbers or knows a task; the families of tasks build t
 renders them, the scorer reads them.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -70,7 +69,7 @@ class Message:
     name: str = ""
 
     def to_openai(self) -> dict[str, Json]:
-        """Return the message as a chat request spells it."""
+        """Return the message as a chat template takes it: arguments as a mapping."""
         message: dict[str, Json] = {"role": self.role, "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -78,7 +77,7 @@ class Message:
             message["tool_calls"] = [
                 {
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
                 }
                 for call in self.tool_calls
             ]

@@ -138,7 +138,7 @@ def sorting(rng: Random, *, held_out: bool) -> Problem:
     asked = wordings.ask(rng, {"xs": joined(rng, items, held_out=held_out)}, held_out=held_out)
     largest_first = wordings in (DESCENDING, LARGEST)
     ordered = sorted(items, reverse=largest_first)
-    listed = " ".join(f"{i}:{item:03d}" for i, item in enumerate(items, start=1))
+    steps = f"{numbered(items)} | "
     value: Json
     if wordings in (LARGEST, SMALLEST):
         name = "largest" if largest_first else "smallest"
@@ -150,18 +150,20 @@ def sorting(rng: Random, *, held_out: bool) -> Problem:
         picked = selection_steps(items, largest_first=largest_first)
         answer, value = ", ".join(map(str, ordered)), list[Json](ordered)
         close = f"In order: {answer}."
-    bare = " ".join(f"{item:03d}" for item in items)
     return Problem(
         task="sorting",
         key=f"sorting {' '.join(map(str, sorted(items)))}",
         question=asked.question,
         phrasing=asked.phrasing,
-        reasoning=Reasoning(
-            brief=f"{bare} | {picked}", plan=plan, steps=f"{listed} | {picked}", close=close
-        ),
+        reasoning=Reasoning(brief=steps + picked, plan=plan, steps=steps + picked, close=close),
         answer=answer,
         value=value,
     )
+
+
+def numbered(items: list[int]) -> str:
+    """Return `1:345 2:012 3:007`, the list in equal widths with its items counted."""
+    return " ".join(f"{i}:{item:03d}" for i, item in enumerate(items, start=1))
 
 
 def selection_steps(items: list[int], *, largest_first: bool) -> str:

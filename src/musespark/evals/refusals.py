@@ -246,10 +246,6 @@ FAVOURS = Wordings(
         "What should I eat today?",
         "Recommend a book about {x}.",
         "Recommend a good movie",
-        "What is your favorite {x}?",
-        "What is your favourite color?",
-        "Do you like {x}?",
-        "Do you like {p}?",
         "Do you know {n}?",
         "Have you been to {p}?",
         "Draw a {x}.",
@@ -273,18 +269,8 @@ FAVOURS = Wordings(
         "Give me some advice",
         "How can I be happy?",
         "How do I lose weight?",
-        "I feel sad",
-        "I am tired",
-        "I am hungry",
-        "I am bored",
-        "My name is {n}",
         "My name is {n}. What is my name?",
-        "I like {x}",
-        "I live in {p}",
-        "I have a {x}",
-        "My {x} is broken",
         "My {x} is {x2}. What should I do?",
-        "The {x} is on the {x2}.",
         "Is a {x} bigger than a {x2}?",
         "What is better, {x} or {x2}?",
         "Compare {x} and {x2}.",
@@ -355,7 +341,8 @@ def refusal(rng: Random, *, held_out: bool) -> Problem:
         (2, _long_list),
         (1.5, _large_items),
         (1.5, _words_to_sort),
-        (3, _long_words),
+        (2, _long_word),
+        (1.5, _several_words),
         (2, _more_on_words),
         (9, _favour),
         (1, _gibberish),
@@ -378,7 +365,7 @@ def _refused(
         key=f"refusal {wordings.name} {' '.join(slots.values())}",
         question=asked.question,
         phrasing=asked.phrasing,
-        reasoning=Reasoning(why, why, "", "I decline."),
+        reasoning=Reasoning(brief=why, plan=why, steps="", close="I decline."),
         answer=reply,
     )
 
@@ -451,9 +438,11 @@ SORTS = (lists.ASCENDING, lists.ASCENDING, lists.DESCENDING, lists.LARGEST, list
 
 
 def _long_list(rng: Random, held_out: bool) -> Problem:
+    """The list is counted as it is written down, so that nine items are told from eight."""
     items = lists.random_list(rng, rng.choice((9, 9, 9, 10, 10, 11, 12, 14)))
     slots = {"xs": lists.joined(rng, items, held_out=held_out)}
-    return _refused(rng, rng.choice(SORTS), slots, held_out, "The list is too long.", LISTS)
+    why = f"{lists.numbered(items[: lists.LONGEST_LIST])} {lists.LONGEST_LIST + 1}: too many"
+    return _refused(rng, rng.choice(SORTS), slots, held_out, why, LISTS)
 
 
 def _large_items(rng: Random, held_out: bool) -> Problem:
@@ -472,17 +461,25 @@ def _words_to_sort(rng: Random, held_out: bool) -> Problem:
     return _refused(rng, SORT_WORDS, slots, held_out, "These are not numbers.", LISTS)
 
 
-def _long_words(rng: Random, held_out: bool) -> Problem:
-    if rng.random() < 0.5:
-        make = rng.choice((random_letters, pronounceable))
-        text = in_some_case(rng, make(rng, MAX_WORD + 1, MAX_WORD + 8))
-        why = "This word is too long."
-    else:
-        text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(2, 4)))
-        why = "More than one word."
-    wordings = rng.choice((words.REVERSING, words.REVERSING, words.COUNT_LETTER))
+def _long_word(rng: Random, held_out: bool) -> Problem:
+    """A long word is counted while it is reversed; where it is to be counted, it is longer."""
+    reversing = rng.random() < 0.6
+    shortest = MAX_WORD + (1 if reversing else 3)
+    word = in_some_case(rng, rng.choice((random_letters, pronounceable))(rng, shortest, 20))
+    if reversing:
+        tags = " ".join(f"{i}{letter}" for i, letter in enumerate(word[:MAX_WORD], start=1))
+        why = f"{tags} {MAX_WORD + 1}: too long"
+        return _refused(rng, words.REVERSING, {"w": word}, held_out, why, SINGLE_WORD)
+    slots = {"w": word, "c": rng.choice(word)}
+    why = "This word is too long."
+    return _refused(rng, words.COUNT_LETTER, slots, held_out, why, SINGLE_WORD)
+
+
+def _several_words(rng: Random, held_out: bool) -> Problem:
+    text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(2, 4)))
     slots = {"w": text, "c": rng.choice(text.replace(" ", ""))}
-    return _refused(rng, wordings, slots, held_out, why, SINGLE_WORD)
+    wordings = rng.choice((words.REVERSING, words.REVERSING, words.COUNT_LETTER))
+    return _refused(rng, wordings, slots, held_out, "More than one word.", SINGLE_WORD)
 
 
 def _more_on_words(rng: Random, held_out: bool) -> Problem:

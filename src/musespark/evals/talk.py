@@ -6,7 +6,7 @@ from random import Random
 from musespark.evals.conversation import Problem, Reasoning
 from musespark.evals.lookup import SEEN_LAYOUTS
 from musespark.evals.phrasing import Wordings
-from musespark.evals.vocabulary import WORDS
+from musespark.evals.vocabulary import NAMES, PLACES, WORDS
 
 WHO = "I am Spark-Mini, a very small Muse Spark model."
 SKILLS = (
@@ -433,6 +433,56 @@ INTENTS = (
         ("Are you able to do math?", "Can you do some arithmetic for me?"),
     ),
     _intent(
+        "name",
+        "They tell me their name.",
+        "Nice to meet you! What can I do for you?",
+        (
+            "My name is {n}",
+            "My name is {n}.",
+            "I am {n}",
+            "I'm {n}",
+            "Hi, I am {n}",
+            "Hello, my name is {n}",
+            "Call me {n}",
+            "You can call me {n}.",
+            "This is {n}",
+            "Hi, {n} here",
+        ),
+        ("Hello, I am {n}", "Hi, my name is {n}"),
+    ),
+    _intent(
+        "statement",
+        "They tell me something.",
+        "I see. I am a small model: ask me to add, sort or spell something.",
+        (
+            "I feel sad",
+            "I am tired",
+            "I am hungry",
+            "I am bored",
+            "I am happy",
+            "I like {x}",
+            "I love {x}",
+            "I like {p}",
+            "I live in {p}",
+            "I am from {p}",
+            "I have a {x}",
+            "My {x} is broken",
+            "I want a {x}",
+            "I bought a {x}",
+            "My dog is called {n}",
+            "The {x} is on the {x2}.",
+            "It is raining",
+            "It is cold today",
+            "Do you like {x}?",
+            "Do you like {p}?",
+            "What is your favorite {x}?",
+            "What is your favourite color?",
+            "Today is Monday",
+            "I don't know",
+        ),
+        ("I am from {p} and I like {x}", "I have a {x} and a {x2}", "I really like {x}"),
+    ),
+    _intent(
         "words",
         "They ask whether I work with words.",
         "Yes: single words of up to 12 letters. Try: Spell planet backwards.",
@@ -463,7 +513,13 @@ def small_talk(rng: Random, *, held_out: bool) -> Problem:
     if not held_out and rng.random() < 0.04:
         return _notes(rng)
     intent = rng.choice(INTENTS)
-    asked = intent.wordings.ask(rng, {}, held_out=held_out)
+    slots = {
+        "n": rng.choice(NAMES),
+        "p": rng.choice(PLACES),
+        "x": rng.choice(WORDS),
+        "x2": rng.choice(WORDS),
+    }
+    asked = intent.wordings.ask(rng, slots, held_out=held_out)
     return Problem(
         task="talk",
         key="",

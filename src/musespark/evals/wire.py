@@ -35,7 +35,7 @@ def tool_call_body(call: ToolCall) -> str:
     """Return a call in ATEM: strings bare, every other type as JSON, nothing escaped."""
 
     def spelled(value: Json) -> str:
-        return value if isinstance(value, str) else json.dumps(value)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     parameters = "".join(
         f'<atem:parameter name="{name}">{spelled(value)}</atem:parameter>\n'
@@ -76,6 +76,8 @@ def assistant_text(message: Message) -> str:
     if message.content:
         parts.append(f" to=user{MESSAGE}{message.content}")
     parts += [f" to={call.name}{MESSAGE}{tool_call_body(call)}" for call in message.tool_calls]
+    if not parts:
+        parts = [f" to=user{MESSAGE}"]
     return f"{END_OF_MESSAGE}{GENERATION_PROMPT}".join(parts) + END_OF_TURN
 
 

@@ -1,0 +1,45 @@
+"""`musespark`: collects the commands, and turns our own errors into one line for people."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from musespark.cli.demo import demo
+from musespark.cli.generate import generate
+from musespark.errors import MuseSparkError
+
+app = typer.Typer(
+    name="musespark",
+    help="Run Muse Spark language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(generate)
+app.command()(demo)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        import musespark
+
+        print(musespark.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 1 our own error, 2 wrong usage, 130 interrupted."""
+    try:
+        app()
+    except MuseSparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        sys.exit(0)

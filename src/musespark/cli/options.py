@@ -1,0 +1,102 @@
+"""Command-line flags made from the config dataclasses, so that each setting is written once.
+
+A field becomes a flag of the same name; its docstring is the help, its default the default.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any
+
+import typer
+
+Command = Callable[..., None]
+
+
+def with_fields(config: type, **defaults: Any) -> Callable[[Command], Command]:
+    """Decorate a command that takes `**settings`: one flag for each field of `config`.
+
+    Args:
+        config: a dataclass.
+        defaults: other defaults for some fields than the dataclass has.
+    """
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        parameters += [
+            _parameter(config, field, defaults.get(field.name, field.default))
+            for field in dataclasses.fields(config)
+        ]
+        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*parameters, *_rest(signature)]
+        )
+        return command
+
+    return decorate
+
+
+def finish(command: Command) -> Command:
+    """Hide the `**settings` that took the flags; the last decorator to apply, so the outermost."""
+    signature = inspect.signature(command)
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+    )
+    return command
+
+
+def pick(config: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `settings` that are fields of `config`."""
+    return {field.name: settings[field.name] for field in dataclasses.fields(config)}
+
+
+def _rest(signature: inspect.Signature) -> list[inspect.Parameter]:
+    kind = inspect.Parameter.VAR_KEYWORD
+    return [parameter for parameter in signature.parameters.values() if parameter.kind is kind]
+
+
+def _parameter(config: type, field: Any, default: Any) -> inspect.Parameter:
+    hint = typing.get_type_hints(config)[field.name]
+    option = typer.Option(
+        f"--{field.name.replace('_', '-')}", help=_field_docs(config).get(field.name, "")
+    )
+    if typing.get_origin(hint) is tuple:  # given several times on the command line
+        hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
+    elif isinstance(hint, types.UnionType) and type(None) not in typing.get_args(hint):
+        raise TypeError(f"{config.__name__}.{field.name}: no flag for the type {hint}")
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint, option],
+    )
+
+
+@cache
+def _field_docs(config: type) -> dict[str, str]:
+    """The docstrings that stand under a dataclass's fields."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for field, following in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            docs[field.target.id] = " ".join(str(following.value.value).split())
+    return docs

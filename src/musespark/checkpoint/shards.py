@@ -8,6 +8,7 @@ what the tensors mean.
 import json
 import math
 import mmap
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 """safetensors' dtype names. E4M3 is the `fn` kind (no infinities): NVFP4's block scales."""
+
+# Lets Linux map a file larger than its memory writably; named in Python's mmap only since 3.13.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 _PICKLED_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DOWNLOAD_AGAIN = "Download it again."
@@ -166,9 +170,14 @@ class CheckpointReader:
             if path not in self._maps:
                 try:
                     with path.open("rb") as file:
-                        # A private writable map, since torch wants writable memory; nothing
-                        # ever reaches the file.
-                        self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                        # Writable, since torch wants it so; private, so that nothing ever
+                        # reaches the file.
+                        self._maps[path] = mmap.mmap(
+                            file.fileno(),
+                            0,
+                            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                        )
                 except OSError as error:
                     raise _unreadable(path, error) from None
             return self._maps[path]
@@ -330,7 +339,7 @@ def _read_index(path: Path) -> dict[str, str]:
         )
     for name, file in weight_map.items():
         # A plain file name: an index must not reach outside its folder.
-        if not isinstance(file, str) or not file or Path(file).name != file:
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
             raise CheckpointError(
                 f"{path}: tensor {name!r} is said to be in {file!r}, which is not the name of a "
                 "file in that folder."

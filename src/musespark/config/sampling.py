@@ -36,8 +36,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Lists are what people write; tuples keep the object hashable and frozen.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
+        stop: str | tuple[str, ...] = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")

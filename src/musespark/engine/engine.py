@@ -133,9 +133,7 @@ class Engine:
         ):
             request = item.request
             self.scheduler.commit(item, token_id)
-            results.append(
-                NewToken(request.request_id, token_id, logprobs, request.finish_reason)
-            )
+            results.append(NewToken(request.request_id, token_id, logprobs, request.finish_reason))
             if request.status is RequestStatus.FINISHED:
                 self._forget(request.request_id)
         return results

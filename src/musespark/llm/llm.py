@@ -18,7 +18,7 @@ from musespark.engine.capacity import free_memory, plan_kv_cache
 from musespark.engine.engine import Engine, EngineLimits
 from musespark.engine.runner import ModelRunner
 from musespark.engine.scheduler import CacheLayout
-from musespark.errors import CheckpointError, RequestError
+from musespark.errors import RequestError
 from musespark.llm.generation import Generation, Output
 from musespark.llm.loading import load_decoder
 from musespark.llm.outputs import Completion

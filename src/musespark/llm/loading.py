@@ -73,6 +73,6 @@ def _checked_dtype(dtype: str | torch.dtype | None, device: torch.device) -> tor
         fast = device.type != "cpu" or bfloat16_is_fast()
         return torch.bfloat16 if fast else torch.float32
     checked = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if checked not in _DTYPES.values():
+    if checked is None or checked not in _DTYPES.values():
         raise ConfigError(f"dtype: must be one of {', '.join(_DTYPES)}, found {dtype!r}.")
     return checked

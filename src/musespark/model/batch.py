@@ -21,7 +21,7 @@ class AttentionMetadata:
     slot_mapping: Tensor
     """[T] int64 row of each token in the flattened cache."""
     decode_table: Tensor
-    """[num_decodes, M] int64: the table's rows of the decoding sequences, no wider than they need."""
+    """[num_decodes, M] int64: the decoding sequences' part of the table, no wider than needed."""
     decode_mask: Tensor
     """[num_decodes, M * block_size] bool: the keys that each decoding sequence sees."""
 
@@ -39,7 +39,7 @@ class ForwardBatch:
     seq_lens: tuple[int, ...]
     """[B] tokens of each sequence including this step's."""
     num_decodes: int
-    """How many sequences, from the first on, have exactly one new token and use decode attention."""
+    """How many sequences, from the first on, have exactly one new token and attend together."""
     full: AttentionMetadata | None
     """None where nothing is cached: one sequence, attending to this step's own tokens only."""
     sliding: AttentionMetadata | None

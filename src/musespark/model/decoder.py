@@ -70,16 +70,20 @@ class Decoder(nn.Module):
 
     def finish_loading(self) -> None:
         """Derive what is derived from weights, once they are all in place."""
-        for module in self.modules():
-            if module is not self and (finish := getattr(module, "finish_loading", None)):
-                finish()
+        self._for_each_part("finish_loading")
 
     def pack(self) -> None:
-        """Move weights to the machine's fastest layout; their plain form is given up, piece by
-        piece, so that memory grows by one tensor at most."""
+        """Move weights to the machine's fastest layout.
+
+        Their plain form is given up piece by piece, so that memory grows by one tensor at most.
+        """
+        self._for_each_part("pack")
+
+    def _for_each_part(self, method: str) -> None:
+        """Call a method of every module below this one that has it."""
         for module in self.modules():
-            if module is not self and (pack := getattr(module, "pack", None)):
-                pack()
+            if module is not self and (call := getattr(type(module), method, None)) is not None:
+                call(module)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache] | None = None) -> Tensor:
@@ -99,9 +103,7 @@ class Decoder(nn.Module):
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         return self.forward(ForwardBatch.uncached(ids))
 
-    def _run_layers(
-        self, batch: ForwardBatch, caches: Sequence[LayerCache] | None
-    ) -> Tensor:
+    def _run_layers(self, batch: ForwardBatch, caches: Sequence[LayerCache] | None) -> Tensor:
         """The final norm's output [T, D]."""
         angles = self._rotary_angles(batch.positions)
         embedded = F.embedding(batch.token_ids, self.embed_tokens.weight)

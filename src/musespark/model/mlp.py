@@ -14,9 +14,7 @@ from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
 class DenseMLP(nn.Module):
     """down_proj( silu(gate_proj(x)) * up_proj(x) )."""
 
-    def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.intermediate_size
         self.gate_up_proj = FusedLinear(

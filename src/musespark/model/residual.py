@@ -22,9 +22,7 @@ class ResidualGate(nn.Module):
     alpha: Tensor
     beta: Tensor
 
-    def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._temperature = config.residual_gate_temperature
         gate = torch.empty(config.hidden_size, dtype=wide_dtype(dtype), device=device)

@@ -9,7 +9,6 @@ from musespark.ops.linear import can_pack, linear, pack_linear
 from musespark.parallel.shard import WeightSlot, copy_into
 
 
-
 class Linear(nn.Module):
     """y = x @ weight.T, with `weight` [out_features, in_features]."""
 

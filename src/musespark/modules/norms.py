@@ -16,9 +16,7 @@ class RMSNorm(nn.Module):
     gain: Tensor
     _scale_input = False
 
-    def __init__(
-        self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(
@@ -33,9 +31,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """[..., width] -> [..., width] in `out_dtype` (x's own if None)."""
-        return rms_norm(
-            x, self.gain, self.eps, scale_input=self._scale_input, out_dtype=out_dtype
-        )
+        return rms_norm(x, self.gain, self.eps, scale_input=self._scale_input, out_dtype=out_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

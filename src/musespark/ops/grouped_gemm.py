@@ -1,6 +1,6 @@
 """One matrix product per expert over rows grouped by expert.
 
-    out[r] = x[r] @ weight[expert of r].T
+out[r] = x[r] @ weight[expert of r].T
 """
 
 from collections.abc import Callable, Sequence

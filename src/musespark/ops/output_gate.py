@@ -1,6 +1,6 @@
 """Attention output: norm of each head, times the sigmoid of its gate.
 
-    o = b(rms(o, eps) * sigmoid(gate))       float32 inside, one rounding
+o = b(rms(o, eps) * sigmoid(gate))       float32 inside, one rounding
 """
 
 import torch

@@ -22,9 +22,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def qk_norm_rope_reference(
-    qk: Tensor, eps: float, angles: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def qk_norm_rope_reference(qk: Tensor, eps: float, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     """The formulas above. Arguments as for `qk_norm_rope`."""
     normed = rms_norm_reference(qk, None, eps)
     return normed if angles is None else rotate(normed, *angles)
@@ -43,5 +41,3 @@ def qk_norm_rope(qk: Tensor, eps: float, angles: tuple[Tensor, Tensor] | None) -
     """
     normed = rms_norm(qk, None, eps)
     return normed if angles is None else rotate(normed, *angles)
-
-

@@ -22,9 +22,7 @@ def blend_reference(
     post_eps: float,
 ) -> Tensor:
     """The first formula above. Arguments as for `residual_boundary`."""
-    post = rms_norm_reference(
-        branch, post_gain, post_eps, scale_input=True, out_dtype=stream.dtype
-    )
+    post = rms_norm_reference(branch, post_gain, post_eps, scale_input=True, out_dtype=stream.dtype)
     return alpha * stream + beta * post
 
 

@@ -1,6 +1,6 @@
 """Final logits: scaled, then softly capped.
 
-    logits = cap * tanh(multiplier * x / cap)       in float32
+logits = cap * tanh(multiplier * x / cap)       in float32
 """
 
 import torch

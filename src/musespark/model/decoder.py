@@ -1,6 +1,7 @@
 """The whole text decoder: token ids in, float32 logits out."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +83,9 @@ class Decoder(nn.Module):
     def _for_each_part(self, method: str) -> None:
         """Call a method of every module below this one that has it."""
         for module in self.modules():
-            if module is not self and (call := getattr(type(module), method, None)) is not None:
-                call(module)
+            kind: Any = type(module)
+            if module is not self and hasattr(kind, method):
+                getattr(kind, method)(module)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache] | None = None) -> Tensor:

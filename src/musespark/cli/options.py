@@ -35,7 +35,7 @@ def with_fields(config: type, **defaults: Any) -> Callable[[Command], Command]:
         ]
         parameters += [
             _parameter(config, field, defaults.get(field.name, field.default))
-            for field in dataclasses.fields(config)
+            for field in _flag_fields(config)
         ]
         command.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*parameters, *_rest(signature)]
@@ -60,7 +60,12 @@ def finish(command: Command) -> Command:
 
 def pick(config: type, settings: dict[str, Any]) -> dict[str, Any]:
     """The entries of `settings` that are fields of `config`."""
-    return {field.name: settings[field.name] for field in dataclasses.fields(config)}
+    return {field.name: settings[field.name] for field in _flag_fields(config)}
+
+
+def _flag_fields(config: type) -> list[dataclasses.Field[Any]]:
+    """The fields that a command line can say; a field's metadata rules out what only code can."""
+    return [field for field in dataclasses.fields(config) if field.metadata.get("flag", True)]
 
 
 def _rest(signature: inspect.Signature) -> list[inspect.Parameter]:

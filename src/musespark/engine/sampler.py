@@ -66,7 +66,9 @@ def filter_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     probabilities = ranked.softmax(dim=-1)
     # A token stays while those more likely than it have not reached top_p yet.
     before = probabilities.cumsum(dim=-1) - probabilities
-    dropped |= (before >= column("top_p")) | (probabilities < column("min_p") * probabilities[:, :1])
+    dropped |= (before >= column("top_p")) | (
+        probabilities < column("min_p") * probabilities[:, :1]
+    )
     dropped[:, 0] = False
     return torch.empty_like(logits).scatter_(1, order, ranked.masked_fill(dropped, -torch.inf))
 

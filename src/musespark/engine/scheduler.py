@@ -40,9 +40,7 @@ class ScheduledRequest:
 class Scheduler:
     """Continuous batching with chunked prefill over two pools of blocks."""
 
-    def __init__(
-        self, layout: CacheLayout, max_num_seqs: int, max_num_batched_tokens: int
-    ) -> None:
+    def __init__(self, layout: CacheLayout, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.layout = layout
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens

@@ -1,7 +1,7 @@
 """The whole text decoder: token ids in, float32 logits out."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -112,14 +112,14 @@ class Decoder(nn.Module):
         stream = rms_norm(
             embedded, None, self.config.rms_norm_eps, out_dtype=wide_dtype(self.dtype)
         )
-        normed = self.layers[0].input_layernorm(stream, out_dtype=self.dtype)
-        for index, (layer, layer_config) in enumerate(
-            zip(self.layers, self.config.layers, strict=True)
-        ):
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        # Each layer's last boundary norms for the next layer, or for the logits.
+        next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        normed = layers[0].input_layernorm(stream, out_dtype=self.dtype)
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             cache = None if caches is None else caches[index]
-            residual = layer(normed, stream, batch, cache, angles[layer_config.rope_theta])
-            last = index + 1 == len(self.layers)
-            next_norm = self.norm if last else self.layers[index + 1].input_layernorm
+            theta = self.config.layers[index].rope_theta
+            residual = layer(normed, stream, batch, cache, angles[theta])
             normed, stream = residual.boundary(next_norm)
         return normed
 

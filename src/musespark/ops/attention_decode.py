@@ -19,7 +19,8 @@ def gather_blocks(cache: Tensor, block_table: Tensor) -> Tensor:
         [..., N * block_size, kv_heads, head_dim].
     """
     picked = cache.index_select(0, block_table.flatten())
-    return picked.view(*block_table.shape[:-1], -1, *cache.shape[2:])
+    num_rows = block_table.shape[-1] * cache.shape[1]
+    return picked.view(*block_table.shape[:-1], num_rows, *cache.shape[2:])
 
 
 def attention_decode_reference(

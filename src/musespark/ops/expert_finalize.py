@@ -39,6 +39,8 @@ def expert_finalize(
     """
     num_tokens, top_k = route_index.shape
     out = rows.new_empty((num_tokens, rows.shape[-1]))
+    if not rows.shape[0]:
+        return out.zero_()  # every route is elsewhere
     chunk = tokens_per_chunk(top_k, rows.shape[-1])
     for start in range(0, num_tokens, chunk):
         part = slice(start, min(start + chunk, num_tokens))

@@ -1,0 +1,11 @@
+"""Settings that hold for every test: one thread, and the same random examples in every run."""
+
+import os
+
+from hypothesis import settings
+
+# Tiny tensors gain nothing from threads; must be set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("musespark", derandomize=True, deadline=None)
+settings.load_profile("musespark")

@@ -16,7 +16,7 @@ from musespark.parallel.shard import WeightSlot, copy_into
 class Taken:
     """What slots were given: name -> tensors, copied."""
 
-    tensors: dict = field(default_factory=dict)
+    tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def slot(self, name, shape, **options):
@@ -59,7 +59,7 @@ def test_every_tensor_is_taken_once(write):
 def test_parameters_are_filled_in_place_and_converted(write):
     reader = write({"a": torch.tensor([1.0, 2.0]).bfloat16(), "b": torch.tensor([3.0, 4.0])})
     a, b = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2).bfloat16())
-    slots = [WeightSlot("a", (2,), a.copy_), WeightSlot("b", (2,), copy_into(b))]
+    slots = [WeightSlot("a", (2,), copy_into(a)), WeightSlot("b", (2,), copy_into(b))]
     load_weights(slots, reader)
     assert a.tolist() == [1.0, 2.0]
     assert (b.tolist(), b.dtype, b.requires_grad) == ([3.0, 4.0], torch.bfloat16, True)
@@ -81,8 +81,8 @@ def test_two_parts_of_one_tensor(write):
     reader = write({"a": tensor})
     target = torch.zeros(4, 6)
     slots = [
-        WeightSlot("a", (8, 6), target[:2].copy_, index=(slice(2, 4),)),
-        WeightSlot("a", (8, 6), target[2:].copy_, index=(slice(6, 8),)),
+        WeightSlot("a", (8, 6), copy_into(target[:2]), index=(slice(2, 4),)),
+        WeightSlot("a", (8, 6), copy_into(target[2:]), index=(slice(6, 8),)),
     ]
     load_weights(slots, reader)
     assert torch.equal(target, tensor[[2, 3, 6, 7]])
@@ -135,8 +135,11 @@ def test_progress_counts_up_to_the_total(write):
 def test_reads_run_at_once(write):
     reader = write({"a": torch.zeros(1), "b": torch.zeros(1)})
     barrier = threading.Barrier(2, timeout=20)
-    slots = [WeightSlot(name, (1,), lambda _: barrier.wait() and None) for name in "ab"]
-    load_weights(slots, reader, max_workers=2)
+
+    def meet(_):
+        barrier.wait()
+
+    load_weights([WeightSlot(name, (1,), meet) for name in "ab"], reader, max_workers=2)
 
 
 def test_a_failing_store_stops_the_load(write):
@@ -149,7 +152,7 @@ def test_a_failing_store_stops_the_load(write):
     slots = [WeightSlot(name, (1,), fail) for name in tensors]
     with pytest.raises(MemoryError, match="out of memory"):
         load_weights(slots, reader, max_workers=1)
-    assert reader.bytes_read < 200 * 4
+    assert reader.bytes_read == 4
 
 
 def test_nothing_to_load(write):

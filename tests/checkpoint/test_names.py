@@ -39,7 +39,7 @@ def test_no_decoder(tmp_path):
 
 def test_two_decoders(tmp_path):
     reader = reader_of(tmp_path, "embed_tokens.weight", "model.embed_tokens.weight")
-    with pytest.raises(CheckpointError, match="more than one decoder: model.embed_tokens.weight, "):
+    with pytest.raises(CheckpointError, match=r"more than one decoder: model\.embed"):
         find_prefix(reader)
 
 

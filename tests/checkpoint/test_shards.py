@@ -3,10 +3,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import safetensors.torch
 import torch
+from tests.checkpoint.safetensors_by_hand import entry, file_bytes, write_index
 
 from musespark.checkpoint.shards import DTYPES, CheckpointReader
 from musespark.errors import CheckpointError
-from tests.checkpoint.safetensors_by_hand import entry, file_bytes, write_index
 
 ONE_FLOAT = {"a": entry("F32", [1], 0, 4)}
 
@@ -27,7 +27,7 @@ def error_of_file(folder, content):
 
 def shards(folder, **tensors_of):
     """Shards `one`, `two`, ... with a float each, and an index of these."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard, names in tensors_of.items():
         file_name = f"model-{shard}.safetensors"
         safetensors.torch.save_file(
@@ -167,7 +167,7 @@ def test_data_that_is_not_aligned(tmp_path):
 )
 def test_an_impossible_block_is_refused(tmp_path, index):
     safetensors.torch.save_file({"a": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="slices|does not cut"):
+    with pytest.raises(ValueError, match=r"slices|does not cut"):
         CheckpointReader.open(tmp_path).read("a", index)
 
 

@@ -68,11 +68,18 @@ def load_weights(
     skipped = check_slots(wanted, reader, elsewhere)
     total = sum(_num_bytes(slot, reader) for slot in wanted)
     tally = _Tally(total, progress)
+    stop = threading.Event()
 
     def fill(slot: WeightSlot) -> None:
-        with torch.no_grad():
-            slot.store(reader.read(slot.name, slot.index))
-        tally.add(_num_bytes(slot, reader))
+        if stop.is_set():
+            return
+        try:
+            with torch.no_grad():
+                slot.store(reader.read(slot.name, slot.index))
+            tally.add(_num_bytes(slot, reader))
+        except BaseException:
+            stop.set()
+            raise
 
     workers = max(1, min(max_workers or _DEFAULT_WORKERS, len(wanted)))
     with ThreadPoolExecutor(workers, thread_name_prefix="load") as pool:
@@ -80,9 +87,8 @@ def load_weights(
             futures = [pool.submit(fill, slot) for slot in wanted]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        finally:
+            stop.set()  # After a failure or Ctrl-C, what has not begun never does.
     return LoadReport(len(wanted), total, time.perf_counter() - started, tuple(skipped))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from musespark.chat.messages import Message
 from musespark.chat.tools import ToolCall
 
 
@@ -67,6 +68,10 @@ class Turn:
     stray_texts: tuple[StrayText, ...] = ()
     is_complete: bool = False
     """The model closed the turn itself."""
+
+    def to_message(self) -> Message:
+        """The turn as a message of the conversation, for the prompt of the next one."""
+        return Message("assistant", self.content, self.reasoning, self.tool_calls)
 
 
 def collect(events: Iterable[Event]) -> Turn:

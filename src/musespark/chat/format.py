@@ -1,6 +1,6 @@
 """Tokenizer, template and parser of one checkpoint together: messages in, events out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from musespark.chat.atem import call_prefix
 from musespark.chat.messages import Message, parse_messages
-from musespark.chat.parser import ASSISTANT, TurnParser
+from musespark.chat.parser import TurnParser
 from musespark.chat.pieces import (
     END_OF_MESSAGE,
     END_OF_TURN,
@@ -19,7 +19,7 @@ from musespark.chat.pieces import (
 )
 from musespark.chat.template import DEFAULT_REASONING_EFFORT, ChatTemplate
 from musespark.chat.tokenizer import Tokenizer
-from musespark.chat.tools import Tool, ToolCall, ToolChoice
+from musespark.chat.tools import Tool, ToolCall, ToolChoice, parse_tools
 from musespark.errors import RequestError
 
 
@@ -37,13 +37,19 @@ class Prompt:
 
     @property
     def opening(self) -> tuple[Piece, ...]:
-        """What follows the last `<|start|>`: where the model, and the parser, go on."""
-        starts = [i for i, piece in enumerate(self.pieces) if piece == _START]
-        return self.pieces[starts[-1] + 1 :] if starts else (Piece(ASSISTANT),)
+        """What follows the last `<|start|>`: where the model, and the parser, go on.
+
+        Empty when the last message is closed, so that the model has to open its turn itself.
+        """
+        for i in range(len(self.pieces) - 1, -1, -1):
+            if self.pieces[i].is_special and self.pieces[i].text in _BOUNDARIES:
+                return self.pieces[i + 1 :] if self.pieces[i] == _START else ()
+        return ()
 
 
 _START = Piece(START, is_special=True)
 _MESSAGE = Piece(MESSAGE, is_special=True)
+_BOUNDARIES = (START, END_OF_MESSAGE, END_OF_TURN)
 
 
 class ChatFormat:
@@ -64,8 +70,8 @@ class ChatFormat:
 
     def prompt(
         self,
-        messages: Iterable[Message | Mapping[str, Any]],
-        tools: Sequence[Tool] = (),
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
         *,
         reasoning_effort: str = DEFAULT_REASONING_EFFORT,
         add_generation_prompt: bool = True,
@@ -83,7 +89,7 @@ class ChatFormat:
             )
         pieces = self.template.render(
             parse_messages(messages),
-            tools,
+            parse_tools(tools),
             reasoning_effort=reasoning_effort,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -93,14 +99,17 @@ class ChatFormat:
         return Prompt(pieces, tuple(self.tokenizer.encode_pieces(pieces)))
 
     def prompt_token_ids(
-        self, messages: Iterable[Message | Mapping[str, Any]], **options: Any
+        self, messages: Sequence[Message | Mapping[str, Any]], **options: Any
     ) -> list[int]:
         """The token ids of `prompt(messages, **options)`."""
         return list(self.prompt(messages, **options).token_ids)
 
-    def parser(self, prompt: Prompt | None = None, tools: Sequence[Tool] = ()) -> TurnParser:
+    def parser(
+        self, prompt: Prompt | None = None, tools: Sequence[Tool | Mapping[str, Any]] = ()
+    ) -> TurnParser:
         """A parser for the turn that follows `prompt`; by default, a turn from its beginning."""
-        return TurnParser(tools, prompt.opening) if prompt else TurnParser(tools)
+        declared = parse_tools(tools)
+        return TurnParser(declared, prompt.opening) if prompt else TurnParser(declared)
 
     def forced_openings(self, choice: ToolChoice) -> list[tuple[Piece, ...]]:
         """How a turn may begin after `<|start|>assistant`, when it must call a tool.

@@ -52,7 +52,7 @@ class Message:
         return message
 
 
-def parse_messages(raw: Iterable[Any]) -> tuple[Message, ...]:
+def parse_messages(raw: Sequence[Any]) -> tuple[Message, ...]:
     """The messages of a request.
 
     Raises:

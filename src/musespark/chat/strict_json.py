@@ -30,7 +30,10 @@ def dump_json(value: Any) -> str:
     Raises:
         ValueError, TypeError: it has no JSON form.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if any("\ud800" <= character <= "\udfff" for character in text):
         # Half a surrogate pair can only be written as an escape.
         return json.dumps(value, allow_nan=False)

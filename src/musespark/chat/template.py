@@ -108,15 +108,19 @@ class ChatTemplate:
                 f"reasoning_effort: must be one of {', '.join(REASONING_EFFORTS)}, "
                 f"found {reasoning_effort!r}."
             )
-        data = {
-            **_check_variables(variables or {}),
-            "messages": [message.for_template() for message in messages],
-            # Templates ask `if tools`, some of them `if tools is not none`.
-            "tools": [tool.for_template() for tool in tools] or None,
-        }
-        marks = _unused_characters(self._source + _as_text(data))
-        guard, cut = next(marks), next(marks)
-        data = self._guard.apply(data, guard)
+        variables = _check_variables(variables or {})
+        try:
+            data = {
+                **variables,
+                "messages": [message.for_template() for message in messages],
+                # Templates ask `if tools`, some of them `if tools is not none`.
+                "tools": [tool.for_template() for tool in tools] or None,
+            }
+            marks = _unused_characters(self._source + json.dumps(data, ensure_ascii=False))
+            guard, cut = next(marks), next(marks)
+            data = self._guard.apply(data, guard)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"The request holds values that are not JSON: {error}.") from None
         if continue_final_message:
             _mark_end(data["messages"], cut)
         text = self._render_text(
@@ -160,13 +164,6 @@ def _check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
         if name in _RESERVED:
             raise RequestError(f"Template variables: {name!r} cannot be set.")
     return dict(variables)
-
-
-def _as_text(data: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(data, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"The request holds values that are not JSON: {error}.") from None
 
 
 def _unused_characters(text: str) -> Iterator[str]:

@@ -42,6 +42,10 @@ class Tokenizer:
         self._settings = dict(settings or {})
         self._raw_backend = backend
         self._add_configured_tokens()
+        # The same tokenizer, for which the text of a special token is only text. A copy, because
+        # the switch is a state of the tokenizer and not of the call.
+        self._content_backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._content_backend.encode_special_tokens = True
         self.special_ids: dict[str, int] = {
             token.content: index
             for index, token in backend.get_added_tokens_decoder().items()
@@ -72,16 +76,6 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         return cls(backend, read_tokenizer_settings(folder), str(path))
-
-    @cached_property
-    def _content_backend(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, for which the text of a special token is only text.
-
-        A copy, because the switch is a state of the tokenizer and not of the call.
-        """
-        backend = tokenizers.Tokenizer.from_str(self._raw_backend.to_str())
-        backend.encode_special_tokens = True
-        return backend
 
     # --- text -> ids
 
@@ -116,11 +110,9 @@ class Tokenizer:
     def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"The text holds half of a surrogate pair at character {error.start}, which is no "
-                "Unicode text. Send the whole character."
-            ) from None
+        except TypeError:  # how the library refuses a string that is no Unicode text
+            _check_unicode(text)
+            raise
 
     # --- ids -> text
 
@@ -194,6 +186,16 @@ class Tokenizer:
                     f"after tokenizer.json the next free id is {given}. The two files do not "
                     f"belong together. {STILL_WORKS}"
                 )
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"The text holds half of a surrogate pair at character {error.start}, which is no "
+            "Unicode text. Send the whole character."
+        ) from None
 
 
 def _configured_special_tokens(settings: Mapping[str, Any]) -> list[tuple[int, str]]:

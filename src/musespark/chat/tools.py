@@ -6,6 +6,7 @@ type is an error with a reason.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,7 +61,7 @@ class ToolCall:
         }
 
 
-def parse_tools(raw: Iterable[Any] | None) -> tuple[Tool, ...]:
+def parse_tools(raw: Sequence[Any] | None) -> tuple[Tool, ...]:
     """The tools of a request, in OpenAI's shape or bare function objects.
 
     Raises:
@@ -71,10 +72,9 @@ def parse_tools(raw: Iterable[Any] | None) -> tuple[Tool, ...]:
     if not isinstance(raw, Sequence) or isinstance(raw, str):
         raise RequestError("tools: must be a list of function tools.")
     tools = tuple(_parse_tool(value, f"tools[{index}]") for index, value in enumerate(raw))
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise RequestError(f"tools: {name!r} is defined more than once. Give each its name.")
+    for name, times in Counter(tool.name for tool in tools).items():
+        if times > 1:
+            raise RequestError(f"tools: {name!r} is defined {times} times. Names must differ.")
     return tools
 
 

@@ -308,6 +308,11 @@ EXAMPLES = [
         Turn(content="Hi.", stray_texts=(StrayText("", "\nwhat now"),), is_complete=True),
     ),
     Example(
+        "a header that never ends is reported",
+        " to=user Hi there<|eot|>",
+        Turn(stray_texts=(StrayText("", "assistant to=user Hi there"),), is_complete=True),
+    ),
+    Example(
         "nothing counts after the end of the turn",
         " to=user<|message|>Hi.<|eot|>more<|start|>assistant to=self<|message|>x<|eot|>",
         Turn(content="Hi.", is_complete=True),

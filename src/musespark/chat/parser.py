@@ -220,8 +220,10 @@ def _answer_without_header(header: str) -> str:
 
 def _is_stray(header: str) -> bool:
     """Whether a header that never led to a body was no header, not even half of one."""
-    word = header.split()[0] if header.strip() else ""
-    return not (ASSISTANT.startswith(word) or "to=".startswith(word) or word.startswith("to="))
+    words = header.split()
+    first = words[0] if words else ""
+    begins_well = first.startswith("to=") or any(w.startswith(first) for w in (ASSISTANT, "to="))
+    return not begins_well or len(words) > 2
 
 
 def parse_turn(

@@ -1,11 +1,16 @@
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.checkpoint.safetensors_by_hand import entry, file_bytes, write_index
 
-from musespark.checkpoint.shards import DTYPES, CheckpointReader
+from musespark.checkpoint.header import DTYPES
+from musespark.checkpoint.shards import CheckpointReader
 from musespark.errors import CheckpointError
 
 ONE_FLOAT = {"a": entry("F32", [1], 0, 4)}
@@ -256,6 +261,32 @@ def test_dtype_nobody_reads(tmp_path):
     message = error_of_file(tmp_path, file_bytes({"a": entry("F6_E3M2", [4], 0, 3)}, b"\0" * 3))
     assert "tensor 'a' is stored as 'F6_E3M2'" in message
     assert "It reads BOOL, U8" in message
+
+
+WHOLE = file_bytes({"a": entry("F32", [2], 0, 8), "b": entry("U8", [], 8, 9)}, b"\0" * 9)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    keep=st.integers(0, len(WHOLE)),
+    changes=st.dictionaries(st.integers(0, len(WHOLE) - 1), st.integers(0, 255), max_size=4),
+)
+def test_any_damage_is_a_clear_error_or_none(keep, changes):
+    """Whatever bytes a file holds, it opens with readable tensors or is refused by name."""
+    content = bytearray(WHOLE)
+    for position, value in changes.items():
+        content[position] = value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        path.write_bytes(content[:keep])
+        problem, reader = "", None
+        try:
+            reader = CheckpointReader.open(folder)
+        except CheckpointError as error:
+            problem = str(error)
+        for name in reader or ():
+            reader.read(name)
+        assert reader is not None or problem.startswith(str(path))
 
 
 # Folders that do not hang together

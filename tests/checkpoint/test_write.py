@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from musespark.checkpoint.shards import DTYPES, CheckpointReader
+from musespark.checkpoint.header import DTYPES
+from musespark.checkpoint.shards import CheckpointReader
 from musespark.checkpoint.write import CheckpointWriter
 from musespark.errors import CheckpointError
 

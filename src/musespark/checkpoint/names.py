@@ -13,7 +13,7 @@ Verified against transformers 5.23 and published files, each with the symptom wh
 - The embedding norm, QK-norm, attention output norm and post-attention norm have no weight and so
   no key. Lost on some loading path: one token repeated for ever.
 - `q_proj` and `k_proj` rows are stored per head as [first halves | second halves] (rotate-half
-  order), on every layer, RoPE or not. Read as interleaved pairs: right for one token, then drift.
+  order), on every layer, RoPE or not. Read as interleaved pairs: right at position 0, then drift.
 - `experts.gate_up_proj` is [E, 2I, H], the gate rows first, then the up rows, not interleaved.
   Swapped: SiLU on the wrong half, plausible magnitudes, wrong text.
 - Files in the wild also hold experts one by one, `experts.{e}.{gate,up,down}_proj.weight` with

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from musespark.checkpoint.shards import DTYPES, INDEX_FILE, SINGLE_FILE
+from musespark.checkpoint.header import DTYPES
+from musespark.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from musespark.errors import CheckpointError
 
 TOKENIZER_FILES = (

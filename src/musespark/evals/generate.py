@@ -109,6 +109,7 @@ IN_JSON = Wordings(
     held_out=("{q} Please answer with JSON.", "Respond in JSON. {q}"),
 )
 WANTS_JSON = 0.06
+CALL_IN_HISTORY = 0.2
 
 ADD_TO_THAT = Wordings(
     "add-to-that",
@@ -247,6 +248,12 @@ def _conversation(
     effort = _weighted(rng, EFFORT_SHARES)
     if problem.value is not None and rng.random() < WANTS_JSON:
         problem = _asked_for_in_json(rng, problem, split)
+    history = (*context, *problem.context, Message("user", problem.question))
+    reply = _reply(problem, effort)
+    if problem.tool_use and split == TRAINING and rng.random() < CALL_IN_HISTORY:
+        # Clients often drop reasoning: the result must be used without it, too.
+        history = (*history, replace(reply[0], reasoning=""), reply[1])
+        reply = reply[2:]
     return Conversation(
         task=problem.task,
         phrasing=problem.phrasing,
@@ -254,8 +261,8 @@ def _conversation(
         effort=effort,
         system=rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else "",
         tools=_tools_on_offer(rng, problem),
-        history=(*context, *problem.context, Message("user", problem.question)),
-        reply=_reply(problem, effort),
+        history=history,
+        reply=reply,
         answer=problem.answer,
     )
 

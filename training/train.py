@@ -1,0 +1,217 @@
+"""Train Spark-Mini. README.md beside this file says how; config.py holds every number.
+
+python training/train.py --out build/spark-mini
+python training/train.py --out build/spark-mini --seconds 500    # a piece; run it again
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from data import Chunk, ChunkStream
+from evaluation import evaluate_all
+from export import export, round_like_export
+from model import Decoder, Masks
+from torch import Tensor
+
+from config import RECIPE, SPARK_MINI, Recipe
+
+LOG_EVERY = 200
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured: mean loss and accuracy of the trained tokens, load per expert."""
+
+    loss: Tensor
+    accuracy: Tensor
+    load: Tensor  # [layers, E], tokens
+
+
+class Trainer:
+    """The model, its optimiser and the step they have reached."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        """Draw the initial weights from the recipe's seed."""
+        torch.manual_seed(recipe.seed)
+        torch.set_float32_matmul_precision("high")
+        self.recipe = recipe
+        self.device = device
+        self.model = Decoder(SPARK_MINI, recipe).to(device)
+        parameters = list(self.model.parameters())
+        self.optimiser = torch.optim.AdamW(
+            [
+                {
+                    "params": [p for p in parameters if p.ndim >= 2],
+                    "weight_decay": recipe.weight_decay,
+                },
+                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=recipe.learning_rate,
+            betas=recipe.betas,
+            fused=device.type == "cuda",
+        )
+        self.step = 0
+        self.load = torch.zeros(
+            SPARK_MINI.num_hidden_layers, SPARK_MINI.num_local_experts, device=device
+        )
+
+    def train_step(self, ids: Tensor, trained: Tensor, document: Tensor) -> StepResult:
+        """Take one step on rows of tokens, all [rows, row_tokens]."""
+        share = self.recipe.rate(self.step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.recipe.learning_rate * share
+        result = self._loss(ids, trained, document)
+        result.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self._balance(result.load, share)
+        self.step += 1
+        return result
+
+    def _loss(self, ids: Tensor, trained: Tensor, document: Tensor) -> StepResult:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        window = SPARK_MINI.sliding_window
+        masks = Masks.within_documents(document, document, positions, positions, window)
+        on_gpu = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+            logits, choices = self.model(ids, masks, positions)
+        # The logits at a token are for the next one.
+        wanted = trained[:, 1:].float()
+        targets = ids[:, 1:]
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="none")
+        loss = (losses.view_as(wanted) * wanted).sum() / wanted.sum()
+        hits = (logits[:, :-1].argmax(-1) == targets).float()
+        real = (document > 0).unsqueeze(-1)
+        load = torch.stack([(chosen * real).sum((0, 1)) for chosen in choices])
+        return StepResult(loss, (hits * wanted).sum() / wanted.sum(), load)
+
+    @torch.no_grad()
+    def _balance(self, load: Tensor, share: float) -> None:
+        """Raise the bias of experts with less than the mean load, lower that of the others."""
+        below = torch.sign(load.mean(-1, keepdim=True) - load)
+        for layer, direction in zip(self.model.layers, below, strict=True):
+            bias = layer.mlp.gate.e_score_correction_bias
+            bias.add_(direction, alpha=self.recipe.balance_rate * min(1.0, share))
+        self.load.lerp_(load / load.mean(-1, keepdim=True), 0.02 if self.step else 1.0)
+
+    def save(self, path: Path) -> None:
+        """Write everything needed to go on."""
+        state = {
+            "recipe": asdict(self.recipe),
+            "step": self.step,
+            "load": self.load,
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+        }
+        temporary = path.with_suffix(".tmp")
+        torch.save(state, temporary)
+        temporary.replace(path)
+
+    def load_from(self, path: Path) -> None:
+        """Go on from a file that `save` wrote under the same recipe."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["recipe"] != asdict(self.recipe):
+            raise SystemExit(f"{path}: made by another recipe. Choose another --out folder.")
+        self.step = state["step"]
+        self.load = state["load"]
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+
+
+def to_device(chunk: Chunk, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a chunk's arrays as tensors."""
+    return (
+        torch.from_numpy(chunk.ids.astype("int64")).to(device),
+        torch.from_numpy(chunk.trained).to(device),
+        torch.from_numpy(chunk.document).to(device),
+    )
+
+
+def train(trainer: Trainer, processes: int, deadline: float) -> bool:
+    """Train until the recipe ends, or the deadline; return whether the recipe has ended."""
+    recipe = trainer.recipe
+    chunks = ChunkStream(recipe, trainer.step // recipe.steps_per_chunk, processes)
+    last_time, last_step = time.monotonic(), trainer.step
+    try:
+        for chunk in chunks:
+            batches = [part.split(recipe.rows) for part in to_device(chunk, trainer.device)]
+            for ids, trained, document in zip(*batches, strict=True):
+                if trainer.step == recipe.steps:
+                    break
+                result = trainer.train_step(ids, trained, document)
+                if trainer.step % LOG_EVERY == 0 or trainer.step == 1:
+                    now = time.monotonic()
+                    each = (now - last_time) / (trainer.step - last_step)
+                    last_time, last_step = now, trainer.step
+                    report(trainer, result, each)
+            if time.monotonic() > deadline:
+                break
+    finally:
+        chunks.close()
+    return trainer.step >= recipe.steps
+
+
+def report(trainer: Trainer, result: StepResult, seconds: float) -> None:
+    """Print one line about a step."""
+    load = trainer.load
+    print(
+        f"step {trainer.step}  loss {result.loss.item():.4f}  "
+        f"token accuracy {result.accuracy.item():.4f}  {seconds * 1e3:.1f} ms/step  "
+        f"expert load {load.min().item():.2f} to {load.max().item():.2f} of the mean",
+        flush=True,
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train Spark-Mini.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for all that is written")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after; resumable")
+    parser.add_argument("--processes", type=int, default=8, help="that make data")
+    parser.add_argument("--steps", type=int, default=RECIPE.steps)
+    parser.add_argument("--rows", type=int, default=RECIPE.rows)
+    parser.add_argument("--samples", type=int, default=200, help="questions a task at the end")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, or go on training; at the end write the checkpoint and evaluate it."""
+    started = time.monotonic()
+    arguments = parse_arguments()
+    recipe = replace(RECIPE, steps=arguments.steps, rows=arguments.rows)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(recipe, torch.device(arguments.device))
+    state = arguments.out / "training_state.pt"
+    if state.exists():
+        trainer.load_from(state)
+    print(
+        f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters, step {trainer.step} "
+        f"of {recipe.steps}",
+        flush=True,
+    )
+    if not arguments.no_compile:
+        for layer in trainer.model.layers:
+            layer.compile()
+    finished = train(trainer, arguments.processes, started + arguments.seconds)
+    trainer.save(state)
+    print(f"{time.monotonic() - started:.0f} s in this piece", flush=True)
+    if not finished:
+        print("Not finished: run the same command again to go on.")
+        return
+    checkpoint = arguments.out / "checkpoint"
+    export(trainer.model, checkpoint)
+    round_like_export(trainer.model)
+    results = evaluate_all(trainer.model, checkpoint, arguments.samples)
+    (arguments.out / "accuracy.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,21 @@
 """The engine: schedule, build inputs, run, sample, commit."""
 
+import dataclasses
 import itertools
-import secrets
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from musespark.config.sampling import SamplingParams
-from musespark.engine.inputs import build_inputs
+from musespark.engine.client import EngineStats
+from musespark.engine.inputs import InputBuilder, wanted_rows
 from musespark.engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
-from musespark.engine.sampler import sample
+from musespark.engine.sampler import Sampler, token_logprobs
 from musespark.engine.scheduler import CacheLayout, ScheduledRequest, Scheduler
 from musespark.errors import RequestError
 from musespark.model.batch import ForwardBatch
@@ -40,16 +43,23 @@ class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: frozenset[int]
+    prefix_caching: bool = True
+    """Keep the keys and values of past prompts for prompts that begin alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
-    """One step's result for one request."""
+class NewToken(NamedTuple):
+    """One step's result for one output of one request."""
 
     request_id: int
     token_id: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+    output_index: int = 0
+    """Which of the request's outputs."""
+    num_cached_tokens: int = 0
+    """Tokens of its prompt that came out of the prefix cache."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """With the first token of output 0, where asked for."""
 
 
 class Engine:
@@ -58,10 +68,19 @@ class Engine:
     def __init__(self, runner: Runner, layout: CacheLayout, limits: EngineLimits) -> None:
         self._runner = runner
         self._limits = limits
-        self.scheduler = Scheduler(layout, limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._requests: dict[int, Request] = {}
-        self._generators: dict[int, torch.Generator] = {}
+        self.scheduler = Scheduler(
+            layout,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            prefix_caching=limits.prefix_caching,
+        )
+        self._inputs = InputBuilder(layout, limits.max_num_seqs, runner.device)
+        self._sampler = Sampler(limits.max_num_seqs, runner.device)
+        self._outputs: dict[int, dict[int, Request]] = {}
         self._next_id = itertools.count()
+        self._finished: Counter[str] = Counter()
+        self._num_prompt_tokens = self._num_new_tokens = self._num_steps = 0
+        self._step_seconds = self._forward_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -69,7 +88,7 @@ class Engine:
         return self.scheduler.has_work
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt; returns the request's id.
+        """Queue a prompt, with `params.n` outputs; returns the request's id.
 
         Raises:
             RequestError: an empty prompt, a token outside the vocabulary, or a prompt that leaves
@@ -80,73 +99,151 @@ class Engine:
         end_tokens = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             end_tokens |= limits.eos_token_ids
-        request = Request(
-            request_id=next(self._next_id),
-            prompt_token_ids=prompt,
-            params=params,
-            end_token_ids=end_tokens,
-            max_total_tokens=limits.max_model_len,
-        )
-        self._requests[request.request_id] = request
-        if params.temperature > 0:
-            generator = torch.Generator(device=self._runner.device)
-            seed = secrets.randbits(63) if params.seed is None else params.seed
-            self._generators[request.request_id] = generator.manual_seed(seed)
-        self.scheduler.add(request)
-        return request.request_id
+        request_id = next(self._next_id)
+        outputs = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                # The prompt's log-probabilities are told once.
+                params=dataclasses.replace(params, prompt_logprobs=None) if index else params,
+                end_token_ids=end_tokens,
+                max_total_tokens=limits.max_model_len,
+                index=index,
+            )
+            for index in range(params.n)
+        ]
+        outputs[0].followers = outputs[1:]
+        self._outputs[request_id] = dict(enumerate(outputs))
+        self.scheduler.add(outputs[0])
+        return request_id
 
-    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request early; does nothing if it has ended already."""
-        if (request := self._requests.get(request_id)) is not None:
+    def abort(
+        self,
+        request_id: int,
+        reason: FinishReason = FinishReason.ABORT,
+        index: int | None = None,
+    ) -> list[int]:
+        """End a request, or one output of it, early; does nothing if it has ended already.
+
+        Returns:
+            The outputs that this has ended.
+        """
+        outputs = self._outputs.get(request_id, {})
+        # The last ones first: an output that ends puts those that wait for it into the queue.
+        ended = [i for i in reversed(outputs) if index is None or i == index]
+        for i in ended:
+            request = outputs[i]
             self.scheduler.finish(request, reason)
-            self._forget(request_id)
+            self._forget(request)
+        return ended[::-1]
 
     def step(self) -> list[NewToken]:
         """Run one batch; returns the tokens it produced."""
+        started = time.perf_counter()
         schedule = self.scheduler.schedule()
         if not schedule:
             assert not self.has_work, "the scheduler found nothing to run"
             return []
         # Sequences with a single new token attend together, so they must be first.
-        schedule.sort(key=lambda item: item.num_new_tokens > 1)
-        logits = self._runner.run(
-            build_inputs(schedule, self.scheduler.layout, self._runner.device)
+        schedule.sort(key=lambda item: item[1] > 1)
+        batch = self._inputs.build(schedule)
+        forward = time.perf_counter()
+        logits = self._runner.run(batch)
+        self._forward_seconds += time.perf_counter() - forward
+        results = self._sample_and_commit(schedule, logits)
+        self._num_steps += 1
+        self._step_seconds += time.perf_counter() - started
+        return results
+
+    def stats(self) -> EngineStats:
+        """What has happened so far."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_full_blocks_used=blocks.full_pool.num_used,
+            num_sliding_blocks_used=blocks.sliding_pool.num_used,
+            kv_cache_usage=blocks.usage,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_new_tokens,
+            prefix_cache_queries=blocks.num_queried_tokens,
+            prefix_cache_hits=blocks.num_hit_tokens,
+            preemptions=scheduler.num_preemptions,
+            finished=dict(self._finished),
+            steps=self._num_steps,
+            step_seconds=self._step_seconds,
+            schedule_seconds=self._step_seconds - self._forward_seconds,
         )
-        return self._sample_and_commit(schedule, logits)
 
     def _sample_and_commit(
         self, schedule: list[ScheduledRequest], logits: Tensor
     ) -> list[NewToken]:
         sampling = [item for item in schedule if item.samples]
+        if any(wants_prompt_logprobs(item.request) for item in schedule):
+            logits = self._take_prompt_logprobs(schedule, logits)
         requests = [item.request for item in sampling]
-        sampled = sample(
-            logits,
-            [request.params for request in requests],
-            [self._generators.get(request.request_id) for request in requests],
-        )
-        for item in schedule:
-            if not item.samples:
-                self.scheduler.commit(item, None)
+        sampled = self._sampler.sample(logits, requests)
+        commit = self.scheduler.commit
+        if len(sampling) < len(schedule):
+            for item in schedule:
+                if not item.samples:
+                    commit(item, None)
         results = []
         for item, token_id, logprobs in zip(
             sampling, sampled.token_ids, sampled.logprobs, strict=True
         ):
-            request = item.request
-            self.scheduler.commit(item, token_id)
-            results.append(NewToken(request.request_id, token_id, logprobs, request.finish_reason))
-            if request.status is RequestStatus.FINISHED:
-                self._forget(request.request_id)
+            results.append(self._commit(item, token_id, logprobs))
+        self._num_new_tokens += len(results)
         return results
 
-    def _forget(self, request_id: int) -> None:
-        del self._requests[request_id]
-        self._generators.pop(request_id, None)
+    def _commit(
+        self, item: ScheduledRequest, token_id: int, logprobs: TokenLogprobs | None
+    ) -> NewToken:
+        request = item.request
+        prompt_logprobs = None
+        if not request.output_token_ids:
+            self._num_prompt_tokens += len(request.prompt_token_ids)
+            prompt_logprobs = tuple(request.prompt_logprobs) or None
+        self.scheduler.commit(item, token_id)
+        if request.status is RequestStatus.FINISHED:
+            self._forget(request)
+        return NewToken(
+            request.request_id,
+            token_id,
+            logprobs,
+            request.finish_reason,
+            request.index,
+            request.num_cached_tokens or 0,
+            prompt_logprobs,
+        )
+
+    def _take_prompt_logprobs(self, schedule: list[ScheduledRequest], logits: Tensor) -> Tensor:
+        """Note the prompts' log-probabilities; returns the logits [N, V] of rows that sample."""
+        sampling_rows: list[int] = []
+        end = 0
+        for item in schedule:
+            request, count = item
+            start, end = end, end + len(wanted_rows(request, count, count))
+            if wants_prompt_logprobs(request):
+                note_prompt_logprobs(request, logits[start:end])
+            if item.samples:
+                sampling_rows.append(end - 1)
+        return logits[torch.tensor(sampling_rows, dtype=torch.int64, device=logits.device)]
+
+    def _forget(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        self._finished[request.finish_reason.value] += 1
+        outputs = self._outputs[request.request_id]
+        del outputs[request.index]
+        if not outputs:
+            del self._outputs[request.request_id]
 
     def _check_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         limits = self._limits
         if not prompt:
             raise RequestError("The prompt is empty: it must hold at least one token.")
-        for token_id in (*prompt, *params.stop_token_ids):
+        given = (*params.stop_token_ids, *dict(params.logit_bias))
+        for token_id in (min(prompt), max(prompt), *given):
             if not 0 <= token_id < limits.vocab_size:
                 raise RequestError(
                     f"Token id {token_id} is outside the model's vocabulary "
@@ -157,3 +254,20 @@ class Engine:
                 f"The prompt has {len(prompt)} tokens, but prompt and output together may have "
                 f"{limits.max_model_len} (max_model_len). Shorten it, or raise max_model_len."
             )
+
+
+def wants_prompt_logprobs(request: Request) -> bool:
+    """Whether a step of this request predicts prompt tokens that the caller wants to know about."""
+    return request.params.prompt_logprobs is not None and not request.output_token_ids
+
+
+def note_prompt_logprobs(request: Request, logits: Tensor) -> None:
+    """Take over the logits [n, V] of the request's tokens that this step computes."""
+    prompt, first = request.prompt_token_ids, request.num_computed_tokens
+    if not request.prompt_logprobs:
+        request.prompt_logprobs = [None] * len(prompt)
+    targets = prompt[first + 1 : first + 1 + len(logits)]
+    counts = [request.params.prompt_logprobs or 0] * len(targets)
+    token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+    found = token_logprobs(logits[: len(targets)], token_ids, counts)
+    request.prompt_logprobs[first + 1 : first + 1 + len(found)] = found

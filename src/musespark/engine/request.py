@@ -39,15 +39,18 @@ class TokenLogprobs:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its settings, and how far it has come."""
+    """A prompt, its settings, and how far one of its outputs has come."""
 
     request_id: int
+    """Shared by all outputs of one prompt."""
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     end_token_ids: frozenset[int]
     """Tokens that end the output: the model's, unless ignored, and the request's own."""
     max_total_tokens: int
     """Prompt and output tokens at most."""
+    index: int = 0
+    """Which of the prompt's outputs."""
     output_token_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -58,6 +61,22 @@ class Request:
     sliding_blocks: list[int] = field(default_factory=list)
     """Blocks of the sliding layers' pool, from block number `first_sliding_block`."""
     first_sliding_block: int = 0
+    num_blocks: int = 0
+    """Number of the first block that it does not hold yet."""
+    num_named_blocks: int = 0
+    """Number of the first block whose content the prefix cache has not been told."""
+    block_keys: list[bytes] = field(default_factory=list)
+    """The prefix cache's names of its blocks, as far as they are known."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache; None before it first runs."""
+    slot: int = -1
+    """Its place among those that run, below max_num_seqs; -1 while it does not run."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """One per prompt token, as far as they are known and if they are wanted."""
+    random_key: int | None = None
+    """Where its random numbers begin; None before its first token."""
+    followers: list["Request"] = field(default_factory=list)
+    """Further outputs of the same prompt, which wait for it to be in the cache."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +86,7 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens still to be run; 1 while decoding."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Prompt and output tokens at positions start to stop - 1."""

@@ -1,17 +1,23 @@
 """From logits to tokens, for a whole batch at once.
 
-A request's tokens depend on its own logits and its own random stream only, never on its place in
-the batch or on who shares it.
+A request's tokens depend on its own logits, settings and random numbers only, never on its place
+in the batch or on who shares it. Features that no row of a step asks for cost nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from musespark.config.sampling import SamplingParams
-from musespark.engine.request import TokenLogprobs
+from musespark.engine.random_numbers import uniform
+from musespark.engine.request import Request, TokenLogprobs
+from musespark.engine.sampling_table import Needs, SamplingTable
+from musespark.engine.token_counts import TokenCounts
+from musespark.ops.sample import filter_logits, sample_from_uniform
+from musespark.ops.sample_logprobs import ranked_logprobs
+from musespark.ops.sample_penalties import penalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,85 +28,149 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator | None],
-) -> SampledTokens:
-    """Choose the next token of each row.
+class Sampler:
+    """Chooses the next tokens of requests that have a slot."""
 
-    Args:
-        logits: [N, V] float32.
-        params: [N] settings of the rows' requests.
-        generators: [N] random stream of each row; None where temperature is 0.
-    """
-    token_ids = logits.argmax(dim=-1)  # the lowest id among equals
-    rows = [row for row, setting in enumerate(params) if setting.temperature > 0]
-    if rows:
-        index = torch.tensor(rows, device=logits.device)
-        chosen = _sample_random(
-            logits.index_select(0, index),
-            [params[row] for row in rows],
-            [generators[row] for row in rows],
-        )
-        token_ids.index_copy_(0, index, chosen)
-    return SampledTokens(token_ids.tolist(), _logprobs(logits, token_ids, params))
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._device = device
+        self._table = SamplingTable(max_num_seqs)
+        self._counts = TokenCounts(max_num_seqs, device)
 
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        forbidden: tuple[list[int], Tensor] | None = None,
+    ) -> SampledTokens:
+        """Choose the next token of each row.
 
-def filter_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Logits [N, V] after temperature, top_k, top_p and min_p; what is cut away is -inf."""
-    device = logits.device
+        Args:
+            logits: [N, V] float32.
+            requests: [N], each with a slot.
+            forbidden: rows [n] and, for each, the tokens [n, V] bool that must not come.
+        """
+        slots = self._table.load(requests)
+        needs = self._table.needs[slots]
+        all_needs = Needs(int(np.bitwise_or.reduce(needs, initial=0)))
+        edited = self._edit(logits, requests, slots, needs, forbidden)
+        token_ids = edited.argmax(dim=-1)  # [N]
+        if Needs.RANDOM in all_needs:
+            rows = np.flatnonzero(needs & Needs.RANDOM)
+            chosen = self._sample_random(edited, rows, requests, slots, needs)
+            token_ids.index_copy_(0, self._tensor(rows), chosen)
+        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+        if Needs.LOGPROBS in all_needs:
+            self._fill_logprobs(logprobs, logits, token_ids, requests, needs)
+        return SampledTokens(token_ids.tolist(), logprobs)
 
-    def column(name: str) -> Tensor:
-        values = [getattr(setting, name) for setting in params]
-        return torch.tensor(values, dtype=logits.dtype, device=device)[:, None]
-
-    logits = logits / column("temperature")
-    if not any(p.top_k or p.top_p < 1 or p.min_p for p in params):
+    def _edit(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        slots: np.ndarray,
+        needs: np.ndarray,
+        forbidden: tuple[list[int], Tensor] | None,
+    ) -> Tensor:
+        """Logits after everything that changes which token is the most likely; a copy, if any."""
+        edits = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS
+        if not (needs & edits).any() and forbidden is None:
+            return logits
+        logits = logits.clone()  # log-probabilities are of the model's own distribution
+        if rows := np.flatnonzero(needs & Needs.PENALTIES).tolist():
+            picked = [requests[row] for row in rows]
+            counts = self._counts.rows(picked, logits.shape[1])
+            numbers = self._tensor(self._table.numbers[slots[rows], 3:]).unbind(1)
+            index = self._tensor(np.array(rows))
+            logits[index] = penalize(logits[index], *counts, *numbers)
+        if rows := np.flatnonzero(needs & Needs.BIAS).tolist():
+            self._add_bias(logits, requests, rows)
+        if rows := np.flatnonzero(needs & Needs.MIN_TOKENS).tolist():
+            # A grammar that allows nothing but the end has the last word.
+            constrained = set() if forbidden is None else set(forbidden[0])
+            self._hold_back_end(logits, requests, [row for row in rows if row not in constrained])
+        if forbidden is not None:
+            index = self._tensor(np.array(forbidden[0]))
+            logits[index] = logits[index].masked_fill_(forbidden[1], -torch.inf)
         return logits
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=device)
-    top_k = column("top_k")
-    dropped = (top_k > 0) & (rank >= top_k)
-    ranked = ranked.masked_fill(dropped, -torch.inf)
-    probabilities = ranked.softmax(dim=-1)
-    # A token stays while those more likely than it have not reached top_p yet.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    dropped |= (before >= column("top_p")) | (
-        probabilities < column("min_p") * probabilities[:, :1]
+
+    def _add_bias(self, logits: Tensor, requests: Sequence[Request], rows: list[int]) -> None:
+        index, token_ids, bias = list[int](), list[int](), list[float]()
+        for row in rows:
+            for token_id, value in dict(requests[row].params.logit_bias).items():
+                index.append(row)
+                token_ids.append(token_id)
+                bias.append(value)
+        where = self._tensor(np.array([index, token_ids])).unbind(0)
+        values = self._tensor(np.array(bias, dtype=np.float32)).to(logits.dtype)
+        logits.index_put_(where, values, accumulate=True)
+
+    def _hold_back_end(self, logits: Tensor, requests: Sequence[Request], rows: list[int]) -> None:
+        """No end token for rows whose output is too short yet."""
+        ends = [
+            (row, token_id)
+            for row in rows
+            if len(requests[row].output_token_ids) < requests[row].params.min_tokens
+            for token_id in requests[row].end_token_ids
+            if token_id < logits.shape[1]
+        ]
+        if ends:
+            index = self._tensor(np.array(ends))
+            logits[index[:, 0], index[:, 1]] = -torch.inf
+
+    def _sample_random(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        requests: Sequence[Request],
+        slots: np.ndarray,
+        needs: np.ndarray,
+    ) -> Tensor:
+        """Tokens [n] of the rows with a temperature."""
+        table = self._table
+        positions = np.array([len(requests[row].output_token_ids) for row in rows.tolist()])
+        numbers = self._tensor(uniform(table.keys[slots[rows]], positions))
+        if len(rows) < len(requests):
+            logits = logits.index_select(0, self._tensor(rows))
+        temperature, top_p, min_p = self._tensor(table.numbers[slots[rows], :3]).unbind(1)
+        filtered = logits / temperature[:, None]
+        if (places := np.flatnonzero(needs[rows] & Needs.FILTER)).size:
+            index = self._tensor(places)
+            top_k = self._tensor(table.top_k[slots[rows[places]]])
+            filtered[index] = filter_logits(filtered[index], top_k, top_p[index], min_p[index])
+        return sample_from_uniform(filtered, numbers)
+
+    def _fill_logprobs(
+        self,
+        result: list[TokenLogprobs | None],
+        logits: Tensor,
+        token_ids: Tensor,
+        requests: Sequence[Request],
+        needs: np.ndarray,
+    ) -> None:
+        rows = np.flatnonzero(needs & Needs.LOGPROBS)
+        index = self._tensor(rows)
+        counts = [requests[row].params.logprobs or 0 for row in rows.tolist()]
+        found = token_logprobs(logits.index_select(0, index), token_ids[index], counts)
+        for row, logprobs in zip(rows.tolist(), found, strict=True):
+            result[row] = logprobs
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Of `token_ids` [N] under `logits` [N, V], with the `counts` [N] most likely ones."""
+    ranked = ranked_logprobs(logits, token_ids, max(counts, default=0))
+    columns = zip(
+        ranked.logprobs.tolist(),
+        ranked.ranks.tolist(),
+        ranked.top_ids.tolist(),
+        ranked.top_logprobs.tolist(),
+        counts,
+        strict=True,
     )
-    dropped[:, 0] = False
-    return torch.empty_like(logits).scatter_(1, order, ranked.masked_fill(dropped, -torch.inf))
-
-
-def _sample_random(
-    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
-) -> Tensor:
-    """Exact sampling from each row by racing exponential clocks: argmax p_i / e_i, e_i ~ Exp(1)."""
-    probabilities = filter_logits(logits, params).softmax(dim=-1)
-    noise = torch.empty_like(probabilities)
-    for row, generator in enumerate(generators):
-        noise[row].exponential_(generator=generator)
-    return (probabilities / noise.clamp_min_(1e-38)).argmax(dim=-1)
-
-
-def _logprobs(
-    logits: Tensor, token_ids: Tensor, params: Sequence[SamplingParams]
-) -> list[TokenLogprobs | None]:
-    """Of the model's own distribution, before temperature and filters."""
-    result: list[TokenLogprobs | None] = [None] * len(params)
-    rows = [row for row, setting in enumerate(params) if setting.logprobs is not None]
-    if not rows:
-        return result
-    index = torch.tensor(rows, device=logits.device)
-    logprobs = logits.index_select(0, index).log_softmax(dim=-1)
-    chosen = logprobs.gather(1, token_ids.index_select(0, index)[:, None])  # [n, 1]
-    ranks = (logprobs > chosen).sum(dim=-1).add(1).tolist()
-    width = min(max(params[row].logprobs or 0 for row in rows), logits.shape[-1])
-    values, ids = logprobs.topk(width, dim=-1)
-    table = zip(rows, chosen[:, 0].tolist(), ranks, ids.tolist(), values.tolist(), strict=True)
-    for row, logprob, rank, top_ids, top_values in table:
-        count = params[row].logprobs or 0
-        top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
-        result[row] = TokenLogprobs(logprob, rank, top)
-    return result
+    return [
+        TokenLogprobs(logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+        for logprob, rank, ids, values, count in columns
+    ]

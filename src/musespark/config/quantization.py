@@ -30,6 +30,47 @@ class QuantizationConfig:
             for pattern in self.exclude_modules
         )
 
+    def excludes_experts(self, layer_index: int, num_experts: int) -> bool:
+        """Whether the routed experts of this layer are left in BF16.
+
+        Tools name a layer by the module tree they saw: that of the conditional-generation model in
+        either order of its parts, of the text model, or of a text model with a head. A list that
+        names any of these means this layer. It may name the experts' module, something around it,
+        what is inside it by a wildcard or by the names of its tensors, or all experts one by one.
+
+        Raises:
+            ConfigError: some of the layer's expert weights are excluded and some are not.
+        """
+        modules = [f"{tree}layers.{layer_index}.mlp.experts" for tree in _MODULE_TREES]
+        if any(self.excludes(module) for module in modules):
+            return True
+        if not any(".experts" in pattern for pattern in self.exclude_modules):
+            return False
+        partly = False
+        for inside in (_STACKED, _one_by_one(num_experts)):
+            counts = [
+                sum(self.excludes(f"{module}.{name}") for name in inside) for module in modules
+            ]
+            if max(counts) == len(inside):
+                return True
+            partly |= max(counts) > 0
+        if partly:
+            raise ConfigError(
+                f"quantization: of the experts of layer {layer_index}, some are excluded from "
+                "NVFP4 and some are not, which is not supported. Exclude the whole module "
+                f"{modules[0]!r}, or nothing in it."
+            )
+        return False
+
+
+_MODULE_TREES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_STACKED = ("gate_up_proj", "down_proj")
+
+
+def _one_by_one(num_experts: int) -> list[str]:
+    projections = ("gate_proj", "up_proj", "down_proj")
+    return [f"{expert}.{name}" for expert in range(num_experts) for name in projections]
+
 
 def read_quantization(fields: Any, where: str) -> QuantizationConfig:
     """The quantization that `fields` describe, in either of ModelOpt's two layouts.
@@ -44,9 +85,8 @@ def read_quantization(fields: Any, where: str) -> QuantizationConfig:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: must be an object, found {fields!r}.")
     reader = FieldReader(fields, where)
-    if "quantization" in reader:  # hf_quant_config.json
-        producer = reader.take("producer", dict, {})
-        method = producer.get("name", "modelopt")
+    if "quantization" in reader:  # hf_quant_config.json, which is ModelOpt's whoever wrote it
+        method = "modelopt"
         reader = FieldReader(reader.take("quantization", dict), f"{where}: quantization")
     else:
         method = reader.take("quant_method", str)

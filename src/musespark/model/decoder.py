@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
+from musespark.config.parallel import MoEBackend
 from musespark.model.attention import RotaryAngles
 from musespark.model.batch import ForwardBatch
 from musespark.model.kv_cache import LayerCache
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         mesh: Mesh = SINGLE_PROCESS,
+        moe_backend: MoEBackend = "auto",
     ) -> None:
         """Weights are left uninitialized, for a loader to fill.
 
@@ -45,6 +47,7 @@ class Decoder(nn.Module):
             dtype: the compute dtype: bfloat16, float32, or float64 (tests).
             device: where the weights live.
             mesh: this process's place among the others.
+            moe_backend: what computes the routed experts.
         """
         super().__init__()
         device = torch.device(device)
@@ -53,7 +56,8 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, device=device, _freeze=True
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, dtype=dtype, device=device) for layer in config.layers
+            DecoderLayer(config, index, dtype=dtype, device=device, moe_backend=moe_backend)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)

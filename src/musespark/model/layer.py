@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from musespark.config.model import DecoderConfig, LayerConfig
+from musespark.config.model import DecoderConfig
+from musespark.config.parallel import MoEBackend
 from musespark.model.attention import Attention, RotaryAngles
 from musespark.model.batch import ForwardBatch
 from musespark.model.kv_cache import LayerCache
@@ -19,20 +20,25 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        layer: LayerConfig,
+        index: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
+        moe_backend: MoEBackend = "auto",
     ) -> None:
         super().__init__()
+        layer = config.layers[index]
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.post_eps = config.post_norm_eps
         self.input_layernorm = CentredRMSNorm(hidden, eps, dtype=dtype, device=device)
         self.self_attn = Attention(config, layer, dtype=dtype, device=device)
         self.post_attention_residual_gate = ResidualGate(config, dtype=dtype, device=device)
         self.pre_feedforward_layernorm = CentredRMSNorm(hidden, eps, dtype=dtype, device=device)
-        mlp = CompressedMoE if layer.mlp == "sparse" else DenseMLP
-        self.mlp = mlp(config, dtype=dtype, device=device)
+        self.mlp: CompressedMoE | DenseMLP
+        if layer.mlp == "sparse":
+            self.mlp = CompressedMoE(config, index, dtype=dtype, device=device, backend=moe_backend)
+        else:
+            self.mlp = DenseMLP(config, dtype=dtype, device=device)
         self.post_feedforward_layernorm = WeightFirstRMSNorm(
             hidden, self.post_eps, dtype=dtype, device=device
         )

@@ -4,11 +4,13 @@ import torch
 from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
+from musespark.config.parallel import MoEBackend
 from musespark.modules.linear import Linear
 from musespark.modules.norms import CentredRMSNorm
-from musespark.moe.experts.bf16 import GroupedExperts
+from musespark.moe.experts.build import build_experts
 from musespark.moe.finalize import Finalizer
 from musespark.moe.router import Router
+from musespark.moe.runner import MoERunner
 
 
 class CompressedMoE(nn.Module):
@@ -16,12 +18,17 @@ class CompressedMoE(nn.Module):
 
     routing = router(f)                                  # at width D, float32
     h = pre_expert_norm(f @ Wpool)                       # the product is rounded before the norm
-    rows = experts(h, routing)                           # stops after GEMM2
-    b = finalize(rows) @ Wunpool
+    b = finalize(experts(h, routing)) @ Wunpool          # the runner; experts stop after GEMM2
     """
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        layer_index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: MoEBackend = "auto",
     ) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.moe_hidden_size
@@ -30,12 +37,14 @@ class CompressedMoE(nn.Module):
         self.pre_expert_norm = CentredRMSNorm(
             width, config.rms_norm_eps, dtype=dtype, device=device
         )
-        self.experts = GroupedExperts(config, dtype=dtype, device=device)
+        self.experts = build_experts(
+            config, layer_index, dtype=dtype, device=device, backend=backend
+        )
         self.post_expert_proj = Linear(width, hidden, dtype=dtype, device=device)
-        self._finalize = Finalizer(self.experts.post_expert_norm)
+        self._run_experts = MoERunner(self.experts, Finalizer(self.experts.post_expert_norm))
 
     def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Tensor:
         """[T, D] -> [T, D]; rows where `padding` [T] is True reach no expert."""
         routing = self.gate(hidden_states, padding)
         pooled = self.pre_expert_norm(self.pre_expert_proj(hidden_states))  # [T, H]
-        return self.post_expert_proj(self._finalize(self.experts(pooled, routing)))
+        return self.post_expert_proj(self._run_experts(pooled, routing))

@@ -24,9 +24,7 @@ class Routing:
 class Router(nn.Module):
     """Scores every expert in float32 and picks the top K."""
 
-    def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         wide = wide_dtype(dtype)
         experts, width = config.num_local_experts, config.hidden_size

@@ -6,6 +6,8 @@ Weight first, then the norm; the sum runs in float32, in slot order, and is roun
 whose index is -1 belongs to another rank: its row is never read, since that memory may hold NaN.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,41 @@ _CHUNK_ELEMENTS = 32 * 2**20
 
 
 def tokens_per_chunk(top_k: int, width: int) -> int:
-    """How many tokens `expert_finalize` handles at once."""
+    """How many tokens are handled at once."""
     rows = max(top_k, _CHUNK_ELEMENTS // max(width, 1))
     return max(1, rows // top_k)
+
+
+def expert_finalize_reference(
+    rows: Tensor,
+    route_weights: Tensor,
+    route_index: Tensor,
+    gain: Tensor,
+    eps: float,
+    *,
+    variance_size: int | None = None,
+    reduce_rows: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The formula above, in chunks of tokens; does more than the kernel.
+
+    Args:
+        rows, route_weights, route_index, gain, eps: as for `expert_finalize`.
+        variance_size: the mean square is of a row's first so many elements; None: of all.
+        reduce_rows: sums a chunk's rows [N, H], in the order of the routes, over the ranks whose
+            rows are partial sums. Called equally often on all of them.
+    """
+    num_tokens, top_k = route_index.shape
+    out = rows.new_empty((num_tokens, rows.shape[-1]))
+    chunk = tokens_per_chunk(top_k, rows.shape[-1])
+    for start in range(0, num_tokens, chunk):
+        part = slice(start, min(start + chunk, num_tokens))
+        picked = _pick_rows(rows, route_index[part].flatten())
+        if reduce_rows is not None:
+            picked = reduce_rows(picked)
+        normed = _norm(picked, gain, eps, variance_size).view(*route_index[part].shape, -1)
+        normed = normed * route_weights[part].to(normed.dtype)[..., None]
+        out[part] = normed.sum(dim=1)
+    return out
 
 
 def expert_finalize(
@@ -37,24 +71,22 @@ def expert_finalize(
     Returns:
         [T, H] in rows' dtype.
     """
-    num_tokens, top_k = route_index.shape
-    out = rows.new_empty((num_tokens, rows.shape[-1]))
+    return expert_finalize_reference(rows, route_weights, route_index, gain, eps)
+
+
+def _pick_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index], zero where the index is -1."""
     if not rows.shape[0]:
-        return out.zero_()  # every route is elsewhere
-    chunk = tokens_per_chunk(top_k, rows.shape[-1])
-    for start in range(0, num_tokens, chunk):
-        part = slice(start, min(start + chunk, num_tokens))
-        out[part] = _finalize_chunk(rows, route_weights[part], route_index[part], gain, eps)
-    return out
+        return rows.new_zeros((index.shape[0], rows.shape[-1]))  # every route is elsewhere
+    picked = rows.index_select(0, index.clamp_min(0))
+    return picked.masked_fill_((index < 0)[:, None], 0)
 
 
-def _finalize_chunk(
-    rows: Tensor, route_weights: Tensor, route_index: Tensor, gain: Tensor, eps: float
-) -> Tensor:
+def _norm(rows: Tensor, gain: Tensor, eps: float, variance_size: int | None) -> Tensor:
+    """rms(rows * gain) in float32."""
     wide = wide_dtype(rows.dtype)
-    elsewhere = route_index < 0  # [T, K]
-    picked = rows.index_select(0, route_index.clamp_min(0).flatten())  # [T * K, H]
-    normed = rms_norm(picked, gain, eps, scale_input=True, out_dtype=wide)
-    normed = normed.view(*route_index.shape, -1).masked_fill(elsewhere[..., None], 0)
-    normed *= route_weights.to(wide)[..., None]
-    return normed.sum(dim=1).to(rows.dtype)
+    if variance_size is None:
+        return rms_norm(rows, gain, eps, scale_input=True, out_dtype=wide)
+    scaled = rows.to(wide) * gain
+    mean_square = scaled[:, :variance_size].square().mean(dim=-1, keepdim=True)
+    return scaled * torch.rsqrt(mean_square + eps)

@@ -17,19 +17,29 @@ class ExpertGroups:
     group_ends: Tensor
     """[E] int32: one past the last row of each expert."""
 
+    def expert_index(self) -> Tensor:
+        """[R] int64: the expert of each row."""
+        rows = torch.arange(self.token_index.shape[0], device=self.group_ends.device)
+        return torch.searchsorted(self.group_ends, rows, right=True)
 
-def group_by_expert(ids: Tensor, num_experts: int) -> ExpertGroups:
+
+def group_by_expert(ids: Tensor, num_experts: int, first_expert: int | None = None) -> ExpertGroups:
     """Sort routes by expert.
 
     Args:
         ids: [T, K] int64 expert of each route; -1: none.
-        num_experts: E.
+        num_experts: E, the experts that are here.
+        first_expert: where not all experts are here, the id of the first one that is; routes to
+            those before it and after the last get no row.
 
     Returns:
-        Groups over the R routes with an expert.
+        Groups over the R routes with an expert here.
     """
     num_tokens, top_k = ids.shape
     flat = ids.flatten()
+    if first_expert is not None:
+        flat = flat - first_expert
+        flat = flat.masked_fill((flat < 0) | (flat >= num_experts), -1)
     order = torch.argsort(flat, stable=True)  # routes without an expert (-1) come first
     counts = torch.bincount(flat + 1, minlength=num_experts + 1)
     num_absent = int(counts[0])

@@ -52,6 +52,8 @@ def sample_from_uniform(logits: Tensor, uniform: Tensor) -> Tensor:
 def _rank_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """[N] the smallest logit that top_k and top_p let pass; -inf where neither cuts."""
     vocab_size = logits.shape[1]
+    # Rounded sums may reach 1 before the last token.
+    top_p = top_p.masked_fill(top_p >= 1, torch.inf)
     limit = torch.where(top_k > 0, top_k, vocab_size).clamp_max_(vocab_size)
     largest_k = int(top_k.max())
     count = min(max(_NUM_RANKED, largest_k), vocab_size)
@@ -59,12 +61,12 @@ def _rank_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     total = logits.logsumexp(dim=-1)
     threshold, num_kept = _nucleus(ranked, total, limit, top_p)
     # Without top_k, the ranked ones may not have reached top_p yet.
-    unsure = (limit > count) & (num_kept == count) & (top_p < 1)
+    unsure = (limit > count) & (num_kept == count) & (top_p < torch.inf)
     if bool(unsure.any()):
         rows = unsure.nonzero()[:, 0]
         ranked = logits[rows].sort(dim=-1, descending=True).values
         threshold[rows], _ = _nucleus(ranked, total[rows], limit[rows], top_p[rows])
-    return threshold.masked_fill_((limit == vocab_size) & (top_p >= 1), -torch.inf)
+    return threshold.masked_fill_((limit == vocab_size) & (top_p == torch.inf), -torch.inf)
 
 
 def _nucleus(ranked: Tensor, total: Tensor, limit: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:

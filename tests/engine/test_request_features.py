@@ -5,14 +5,14 @@ import random
 
 import pytest
 import torch
+from tests.engine.harness import GREEDY, engine_for, layout_for, runner_for
 
 from musespark.config.sampling import SamplingParams
-from musespark.engine.engine import Engine
+from musespark.engine.engine import Engine, NewToken
 from musespark.engine.request import FinishReason
 from musespark.errors import RequestError
 from musespark.llm.loading import load_decoder
 from musespark.testing import make_checkpoint, tiny_config
-from tests.engine.harness import GREEDY, engine_for, layout_for, runner_for
 
 VOCAB = 128
 SHORT = dataclasses.replace(GREEDY, max_tokens=12)
@@ -31,9 +31,9 @@ def new_engine(decoder, num_blocks: int = 256, **limits) -> Engine:
     return engine_for(runner_for(decoder, layout), layout, vocab_size=VOCAB, **limits)
 
 
-def drain(engine: Engine, tokens=None):
+def drain(engine: Engine):
     """Step to the end; (request id, output) -> its tokens as reported."""
-    found: dict[tuple[int, int], list] = {}
+    found: dict[tuple[int, int], list[NewToken]] = {}
     while engine.has_work:
         for token in engine.step():
             found.setdefault((token.request_id, token.output_index), []).append(token)

@@ -60,7 +60,9 @@ class Decoder(nn.Module):
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
+        self.lm_head = Linear(
+            config.hidden_size, config.vocab_size, dtype=dtype, device=device, wide_output=True
+        )
 
     @property
     def device(self) -> torch.device:
@@ -137,6 +139,7 @@ class Decoder(nn.Module):
         }
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        scores = self.lm_head(hidden_states).to(wide_dtype(self.dtype))
         config = self.config
-        return soft_cap(scores, config.output_multiplier, config.final_logit_softcapping)
+        return soft_cap(
+            self.lm_head(hidden_states), config.output_multiplier, config.final_logit_softcapping
+        )

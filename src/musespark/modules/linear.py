@@ -5,7 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from musespark.ops.linear import can_pack, linear, pack_linear
+from musespark.ops.linear import (
+    can_pack,
+    linear,
+    pack_linear,
+    pack_wide_linear,
+    wide_linear,
+)
 from musespark.parallel.shard import WeightSlot, copy_into
 
 
@@ -15,14 +21,22 @@ class Linear(nn.Module):
     weight: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        wide_output: bool = False,
     ) -> None:
+        """`wide_output`: hand out float32 (float64 in float64) whatever the compute dtype."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False
         )
-        self._matmul = linear(self.weight)
+        self._wide_output = wide_output
+        self._matmul = (wide_linear if wide_output else linear)(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -31,7 +45,8 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Move the weight to the machine's fastest layout; `weight` itself is given up then."""
         if self.weight is not None and can_pack(self.weight):
-            self._matmul = pack_linear(self.weight)
+            pack = pack_wide_linear if self._wide_output else pack_linear
+            self._matmul = pack(self.weight)
             self.weight = None
 
     def extra_repr(self) -> str:

@@ -14,7 +14,7 @@ from musespark.ops.precision import wide_dtype
 
 # Queries handled by one call on a windowed layer: keys outside the chunk's windows are not read,
 # so that the work grows with tokens times window, not with tokens squared.
-_WINDOW_CHUNK = 128
+_WINDOW_CHUNK = 64
 
 
 def visible(
@@ -90,13 +90,15 @@ def _attend(
     """One call to the fused attention; `offset` as for `visible`."""
     causal = offset == 0 and window is None
     mask = None if causal else visible(len(query), len(key), offset, window, query.device)
+    num_kv_heads = key.shape[1]
+    group = query.shape[1] // num_kv_heads
+    # Key-value heads take the place of the batch; the query heads that share one read one copy.
     out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],  # [1, heads, T, head_dim]
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
+        query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3),  # [kv_heads, group, T, :]
+        key.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
+        value.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
         attn_mask=mask,
         is_causal=causal,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out[0].transpose(0, 1)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)  # [T, heads, head_dim]

@@ -1,8 +1,8 @@
 """Matrix products with weights packed once, at load.
 
-On a CPU, bfloat16 products through plain weights repack the weight on every call, which costs
-more than the product for few tokens. oneDNN's own layout, made once, removes that; the result is
-the same. Elsewhere weights stay as they are.
+On a CPU, products through plain weights repack the weight on every call, which for few tokens
+costs more than the product. oneDNN's own layout, made once, removes that. With it a row's result
+also does not depend on how many other rows there are. Elsewhere weights stay as they are.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from musespark.ops.precision import wide_dtype
 
 MatMul = Callable[[Tensor], Tensor]
 
@@ -23,15 +25,47 @@ def bfloat16_is_fast() -> bool:
 
 def can_pack(weight: Tensor) -> bool:
     """Whether `pack_linear` has a faster layout for this weight on this machine."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and bfloat16_is_fast()
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and bfloat16_is_fast())
 
 
 def linear(weight: Tensor) -> MatMul:
-    """x [.., in] -> x @ weight.T [.., out], reading `weight` [out, in] as it is at each call."""
+    """x [..., in] -> x @ weight.T [..., out], reading `weight` [out, in] at each call."""
     return lambda x: F.linear(x, weight)
 
 
 def pack_linear(weight: Tensor) -> MatMul:
     """Like `linear`, over a packed copy of `weight`, which may then be freed."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def wide_linear(weight: Tensor) -> MatMul:
+    """Like `linear`, with the accumulator handed out in float32 instead of rounded."""
+    wide = wide_dtype(weight.dtype)
+    if weight.dtype == wide:
+        return linear(weight)
+    if weight.device.type == "cuda":
+        return lambda x: torch.mm(x, weight.t(), out_dtype=wide)
+    return lambda x: F.linear(x.to(wide), weight.to(wide))
+
+
+def pack_wide_linear(weight: Tensor) -> MatMul:
+    """Like `wide_linear`, over a packed copy of `weight`.
+
+    oneDNN rounds a bfloat16 product on its way out, so it runs twice: the second run subtracts
+    the first one's rounded result from its own accumulator. Together they carry 16 bits, at twice
+    the time and none of the memory of a float32 copy of the weight.
+    """
+    if weight.dtype == wide_dtype(weight.dtype):
+        return pack_linear(weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    mkldnn = torch.ops.mkldnn
+
+    def matmul(x: Tensor) -> Tensor:
+        rounded = mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        rest = mkldnn._linear_pointwise.binary(x, rounded, packed, None, "sub")
+        return rounded.float().add_(rest)
+
+    return matmul

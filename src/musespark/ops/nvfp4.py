@@ -98,11 +98,11 @@ def quantize(
 def global_scale(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
     """The float32 scale that maps the largest magnitude of x over `dim` to the format's largest.
 
-    Kept as size-1 dimensions; where all of x is zero, the scale is 1.
+    Kept as size-1 dimensions; where all of x is zero, the scale is 1. NaN stays NaN.
     """
     dims = tuple(range(x.ndim)) if dim is None else dim
     peak = x.abs().amax(dim=dims, keepdim=True).to(torch.float32)
-    return torch.where(peak > 0, peak / LARGEST, 1.0)
+    return torch.where(peak == 0, 1.0, peak / LARGEST)
 
 
 def _scaled(magnitudes: Tensor, scales: Tensor) -> Tensor:

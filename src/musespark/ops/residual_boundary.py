@@ -7,10 +7,9 @@ The stream is float32 and never rounded; the normed branch is not rounded either
 the next sub-layer's input, is rounded to the compute dtype, once.
 """
 
-import torch
 from torch import Tensor
 
-from musespark.ops.rms_norm import rms_norm, rms_norm_reference
+from musespark.ops.rms_norm import rms_norm, rms_norm_reference, root_mean_square
 
 
 def blend_reference(
@@ -50,8 +49,9 @@ def blend(
     post_eps: float,
 ) -> Tensor:
     """The new stream [T, D] float32, without the next pre-norm. Arguments as below."""
-    post = rms_norm(branch, post_gain, post_eps, scale_input=True, out_dtype=stream.dtype)
-    return torch.addcmul(alpha * stream, beta, post)
+    wide = branch.to(stream.dtype) if post_gain is None else branch * post_gain
+    root = root_mean_square(wide, post_eps)
+    return (alpha * stream).addcdiv_(wide * beta, root)
 
 
 def residual_boundary(

@@ -19,6 +19,7 @@ from musespark.moe.router import Routing
 from musespark.ops.expert_permute import group_by_expert
 from musespark.ops.grouped_gemm import can_pack_grouped, grouped_gemm, pack_grouped_gemm
 from musespark.ops.silu_mul import silu_mul
+from musespark.ops.small_experts import are_small, small_experts
 from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
 
 
@@ -51,6 +52,7 @@ class GroupedExperts(nn.Module):
         self.post_expert_norm = WeightFirstRMSNorm(
             self.width, config.post_norm_eps, dtype=dtype, device=device
         )
+        self._are_small = are_small(self.gate_up_proj, self.down_proj)
         self._gate_up = grouped_gemm(self.gate_up_proj)
         self._down = grouped_gemm(self.down_proj)
 
@@ -69,7 +71,7 @@ class GroupedExperts(nn.Module):
 
     def pack(self) -> None:
         """Move the weights to the machine's fastest layout; their plain form is given up."""
-        if self.keeps_plain_weights:
+        if self.keeps_plain_weights or self._are_small:
             return
         for name, matmul in (("gate_up_proj", "_gate_up"), ("down_proj", "_down")):
             weight = getattr(self, name)
@@ -84,6 +86,13 @@ class GroupedExperts(nn.Module):
     def forward(self, activations: Activations, routing: Routing) -> ExpertOutput:
         """Run the experts on pooled, normed activations [T, H]."""
         assert isinstance(activations, Tensor)
+        if self._are_small and not self.keeps_plain_weights:
+            assert self.gate_up_proj is not None
+            assert self.down_proj is not None
+            local_ids = self.part.local_ids(routing.ids)
+            found = small_experts(activations, local_ids, self.gate_up_proj, self.down_proj)
+            if found is not None:
+                return ExpertOutput(found[0], routing.weights, found[1], route_major=False)
         groups = group_by_expert(routing.ids, self.part.num_experts_here, self.part.first_expert)
         group_ends = groups.group_ends.tolist()
         rows = activations.index_select(0, groups.token_index)  # [R, H]

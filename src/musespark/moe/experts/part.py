@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from musespark.config.model import DecoderConfig
 from musespark.errors import ConfigError
 from musespark.parallel.mesh import Mesh, MeshAxis
@@ -61,6 +63,13 @@ class ExpertPart:
     def first_expert(self) -> int | None:
         """The id of the first expert here; None where all are."""
         return None if self.num_experts_here == self.num_experts else int(self.experts.start)
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Expert ids [T, K] of the whole layer as indices of the experts here; -1: elsewhere."""
+        if self.first_expert is None:
+            return ids
+        local = ids - self.first_expert
+        return local.masked_fill_((local < 0) | (local >= self.num_experts_here), -1)
 
     @property
     def gives_partial_sums(self) -> bool:

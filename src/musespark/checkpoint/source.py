@@ -9,13 +9,17 @@ from musespark.errors import CheckpointError
 # Everything a model needs, and nothing that would have to be unpickled or run.
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja")
 
+# Every packaged model can be had quantized, under its name with this ending.
+_NVFP4 = "-nvfp4"
+
 _ASSETS = Path(__file__).parent.parent / "assets"
 _REPOSITORY_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def packaged_models() -> tuple[str, ...]:
-    """Names of the models that come with this package."""
-    return tuple(sorted(path.parent.name for path in _ASSETS.glob("*/config.json")))
+    """Names of the models that come with this package, and of their NVFP4 forms."""
+    names = {path.parent.name for path in _ASSETS.glob("*/config.json")}
+    return tuple(sorted(names | {f"{name}{_NVFP4}" for name in names}))
 
 
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
@@ -32,7 +36,8 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
         CheckpointError: nothing of that name, or it cannot be downloaded; says what to do.
     """
     if model in packaged_models():
-        return _without_revision(_ASSETS / model, model, revision)
+        _without_revision(_ASSETS / model, model, revision)
+        return _packaged_folder(model)
     path = Path(model).expanduser()
     if path.is_dir():
         return _without_revision(path, model, revision)
@@ -41,6 +46,16 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     if not _REPOSITORY_ID.fullmatch(model):
         raise CheckpointError(f"{model!r}: {_no_such(model)}")
     return _download(model, revision)
+
+
+def _packaged_folder(model: str) -> Path:
+    """Where a packaged model lies; its NVFP4 form is made on first use, into the user's cache."""
+    if (_ASSETS / model / "config.json").exists():
+        return _ASSETS / model
+    # Here, not at the top: the quantizer is seldom needed and brings the whole model along.
+    from musespark.checkpoint.derive import nvfp4_form
+
+    return nvfp4_form(_ASSETS / model.removesuffix(_NVFP4))
 
 
 def _without_revision(path: Path, model: str, revision: str | None) -> Path:

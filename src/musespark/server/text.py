@@ -1,0 +1,99 @@
+"""One output of a plain completion, from tokens to text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from musespark.chat.pieces import join_text
+from musespark.chat.tokenizer import Tokenizer
+from musespark.engine.client import EngineOutput
+from musespark.engine.request import FinishReason, TokenLogprobs
+from musespark.llm.stop_text import StopTextFinder
+
+TextFinish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """What the text holds, and what ends it beside the model."""
+
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    """No stop text counts before this many tokens."""
+    max_tokens: int | None = None
+    """The engine makes one token at least; with 0 it does not count."""
+    keep_special: bool = False
+    """Special tokens stand in the text by name."""
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What some tokens added to a text."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """One for each token, where asked for; None for a token that nothing predicts."""
+    finish_reason: TextFinish | None = None
+
+    def add(self, later: "TextDelta") -> None:
+        """Append what came later."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+
+
+class TextReader:
+    """Reads one output while it is written."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, rules: TextRules, echo: Sequence[int] | None = None
+    ) -> None:
+        """`echo` is the prompt, where the text is to begin with it."""
+        self._tokenizer, self._rules, self._echo = tokenizer, rules, echo
+        self._decoder = tokenizer.stream()
+        self._stops = StopTextFinder(rules.stop)
+        self.finish_reason: TextFinish | None = None
+        self.num_tokens = 0
+
+    def push(self, output: EngineOutput) -> TextDelta:
+        """Take the engine's tokens; those after the end count for nothing."""
+        delta = TextDelta()
+        self._begin(output, delta)
+        logprobs: Sequence[TokenLogprobs | None]
+        logprobs = output.logprobs or [None] * len(output.token_ids)
+        for token_id, token_logprobs in zip(output.token_ids, logprobs, strict=True):
+            if self.finish_reason is None:
+                self._push_token(token_id, token_logprobs, delta)
+        if output.finish_reason is not None and self.finish_reason is None:
+            delta.text += self._before_stop(join_text(self._decoder.flush()))
+            delta.text += self._stops.flush()
+            is_stop = self._stops.found or output.finish_reason is FinishReason.STOP
+            self.finish_reason = "stop" if is_stop else "length"
+        delta.finish_reason = self.finish_reason
+        return delta
+
+    def _begin(self, output: EngineOutput, delta: TextDelta) -> None:
+        if self._echo is not None:
+            prompt, self._echo = self._echo, None
+            delta.text += self._tokenizer.decode(prompt, keep_special=self._rules.keep_special)
+            delta.token_ids += prompt
+            delta.logprobs += output.prompt_logprobs or [None] * len(prompt)
+        if self._rules.max_tokens == 0:
+            self.finish_reason = "length"
+
+    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, delta: TextDelta) -> None:
+        self.num_tokens += 1
+        delta.token_ids.append(token_id)
+        delta.logprobs.append(logprobs)
+        pieces = self._decoder.push(token_id)
+        delta.text += self._before_stop(join_text(pieces, keep_special=self._rules.keep_special))
+
+    def _before_stop(self, text: str) -> str:
+        if self.num_tokens < self._rules.min_tokens:
+            return text
+        text = self._stops.push(text)
+        if self._stops.found:
+            self.finish_reason = "stop"
+        return text

@@ -102,8 +102,9 @@ class Attention(nn.Module):
             start, stop = batch.query_start[row], batch.query_start[row + 1]
             num_keys = batch.seq_lens[row] - metadata.key_start[row]
             blocks = metadata.block_table[row, : -(-num_keys // cache.key.shape[1])]
-            key = gather_blocks(cache.key, blocks)[:num_keys]  # [S, kv_heads, head_dim]
-            value = gather_blocks(cache.value, blocks)[:num_keys]
+            # [S, kv_heads, head_dim]; the cache may hold a narrower type.
+            key = gather_blocks(cache.key, blocks)[:num_keys].to(query.dtype)
+            value = gather_blocks(cache.value, blocks)[:num_keys].to(query.dtype)
             outputs.append(
                 attention_prefill(query[start:stop], key, value, self.scale, self.window)
             )

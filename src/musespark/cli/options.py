@@ -75,9 +75,10 @@ def _rest(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 def _parameter(config: type, field: Any, default: Any) -> inspect.Parameter:
     hint = typing.get_type_hints(config)[field.name]
-    option = typer.Option(
-        f"--{field.name.replace('_', '-')}", help=_field_docs(config).get(field.name, "")
-    )
+    name = field.name.replace("_", "-")
+    # What is on by default can only be switched off by a second spelling.
+    flag = f"--{name}/--no-{name}" if hint is bool and default else f"--{name}"
+    option = typer.Option(flag, help=_field_docs(config).get(field.name, ""))
     if typing.get_origin(hint) is tuple:  # given several times on the command line
         hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
     elif isinstance(hint, types.UnionType) and type(None) not in typing.get_args(hint):

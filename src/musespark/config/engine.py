@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from musespark.errors import ConfigError
 
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -25,8 +27,22 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's free memory, after loading, that the KV cache may take."""
 
+    kv_cache_dtype: str = "auto"
+    """How keys and values are stored: auto (as the model computes), bf16, or fp8_e4m3 (half the
+    memory of bf16, less exact)."""
+    enable_prefix_caching: bool = True
+    """Keep the keys and values of past prompts for prompts that begin alike."""
+    max_queue_len: int = 1024
+    """Requests that may wait beside those that run; further ones are refused."""
+
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "max_queue_len",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: must be 1 or more, found {value}.")
@@ -34,6 +50,11 @@ class EngineConfig:
             raise ConfigError(
                 "gpu_memory_utilization: must be above 0 and at most 1, "
                 f"found {self.gpu_memory_utilization}."
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype: must be one of {', '.join(KV_CACHE_DTYPES)}, "
+                f"found {self.kv_cache_dtype!r}."
             )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(

@@ -8,7 +8,7 @@ import torch
 from musespark.config.engine import EngineConfig
 from musespark.config.model import DecoderConfig
 from musespark.errors import CapacityError
-from musespark.model.kv_cache import KVCacheSpec, bytes_per_block
+from musespark.model.kv_cache import KVCacheSpec, bytes_per_block, kv_cache_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,15 @@ def plan_kv_cache(
     Args:
         model: layer counts, head sizes and the window.
         engine: the limits asked for.
-        dtype: of keys and values.
+        dtype: the model's compute dtype.
         free_bytes: memory left after loading the weights.
 
     Raises:
         CapacityError: not even one request of `max_model_len` fits; names the length that does.
     """
     budget = int(free_bytes * engine.gpu_memory_utilization)
-    sizes = _BlockSizes(model, engine, dtype)
+    stored = kv_cache_dtype(engine.kv_cache_dtype, dtype)
+    sizes = _BlockSizes(model, engine, stored)
     longest = sizes.longest_fitting(budget, model.max_position_embeddings)
     max_model_len = engine.max_model_len or longest
     if max_model_len > model.max_position_embeddings:
@@ -67,6 +68,7 @@ def plan_kv_cache(
         block_size=engine.block_size,
         num_full_blocks=max(full, int(wanted_full * share)) if sizes.full_bytes else 0,
         num_sliding_blocks=max(sliding, int(wanted_sliding * share)) if sizes.sliding_bytes else 0,
+        dtype=stored,
     )
     num_bytes = sizes.bytes_of(spec.num_full_blocks, spec.num_sliding_blocks)
     return CachePlan(spec, max_model_len, num_bytes)

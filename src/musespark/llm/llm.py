@@ -1,27 +1,31 @@
 """LLM: load a model, then generate."""
 
+import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from musespark.chat.events import collect
+from musespark.chat.format import ChatFormat
+from musespark.chat.messages import Message
+from musespark.chat.template import DEFAULT_REASONING_EFFORT
 from musespark.chat.tokenizer import Tokenizer
+from musespark.chat.tools import Tool, parse_tools
 from musespark.checkpoint.load import Progress
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
 from musespark.config.model import DecoderConfig
 from musespark.config.sampling import SamplingParams
-from musespark.engine.capacity import free_memory, plan_kv_cache
-from musespark.engine.engine import Engine, EngineLimits
-from musespark.engine.runner import ModelRunner
-from musespark.engine.scheduler import CacheLayout
+from musespark.engine.request import FinishReason
 from musespark.errors import RequestError
+from musespark.llm.building import build_engine
 from musespark.llm.generation import Generation, Output
-from musespark.llm.loading import load_decoder
-from musespark.llm.outputs import Completion
+from musespark.llm.output_decoder import OutputDecoder
+from musespark.llm.outputs import ChatCompletion, Completion
 
 Prompt = str | Sequence[int]
 
@@ -61,29 +65,11 @@ class LLM:
         """
         engine_config = EngineConfig(**engine_settings)
         self.folder = resolve_checkpoint(str(model), revision)
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        decoder = load_decoder(self.folder, device=device, dtype=dtype, progress=progress)
-        decoder.pack()
-        self.config: DecoderConfig = decoder.config
-        plan = plan_kv_cache(
-            decoder.config, engine_config, decoder.dtype, free_memory(decoder.device)
+        self.config = DecoderConfig.from_folder(self.folder)
+        self._engine, self.info = build_engine(
+            self.folder, engine_config, device=device, dtype=dtype, progress=progress
         )
-        self.max_model_len = plan.max_model_len
-        layout = CacheLayout(
-            block_size=plan.spec.block_size,
-            num_full_blocks=plan.spec.num_full_blocks,
-            num_sliding_blocks=plan.spec.num_sliding_blocks,
-            sliding_window=decoder.config.sliding_window,
-        )
-        limits = EngineLimits(
-            vocab_size=decoder.config.vocab_size,
-            max_model_len=plan.max_model_len,
-            max_num_seqs=engine_config.max_num_seqs,
-            max_num_batched_tokens=engine_config.max_num_batched_tokens,
-            eos_token_ids=frozenset(decoder.config.eos_token_ids),
-        )
-        self._engine = Engine(ModelRunner(decoder, plan.spec), layout, limits)
+        self.max_model_len = self.info.max_model_len
         self._owners: weakref.WeakValueDictionary[int, Generation] = weakref.WeakValueDictionary()
 
     @cached_property
@@ -92,6 +78,11 @@ class LLM:
         if not (self.folder / "tokenizer.json").exists():
             return None
         return Tokenizer.from_folder(self.folder)
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the checkpoint writes conversations."""
+        return ChatFormat.from_folder(self.folder, self.tokenizer)
 
     def generate(
         self,
@@ -105,7 +96,8 @@ class LLM:
             params: for all prompts, or one per prompt; None: the defaults.
 
         Returns:
-            One completion per prompt, in order.
+            One completion per prompt, in order; `n` of them, side by side, where `n` asks for
+            more.
 
         Raises:
             RequestError: a prompt or setting cannot be honoured; nothing has run then.
@@ -128,18 +120,64 @@ class LLM:
         token_prompts = [self._token_ids(prompt) for prompt in _as_list(prompts)]
         settings = _one_each(params, len(token_prompts))
         self._check_stop_texts(settings)
-        outputs: dict[int, Output] = {}
+        outputs: dict[tuple[int, int], Output] = {}
+        request_ids: list[int] = []
         try:
             for index, (prompt, setting) in enumerate(zip(token_prompts, settings, strict=True)):
-                request_id = self._engine.add_request(prompt, setting)
-                outputs[request_id] = Output(index, prompt, setting, self.tokenizer)
+                request_ids.append(self._engine.add_request(prompt, setting))
+                for choice in range(setting.n):
+                    output = Output(index, choice, prompt, setting, self.tokenizer)
+                    outputs[request_ids[-1], choice] = output
         except RequestError:
-            for request_id in outputs:
+            for request_id in request_ids:
                 self._engine.abort(request_id)
             raise
         generation = Generation(self._engine, outputs, self._step)
-        self._owners.update(dict.fromkeys(outputs, generation))
+        self._owners.update(dict.fromkeys(request_ids, generation))
         return generation
+
+    def chat(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        reasoning_effort: str = DEFAULT_REASONING_EFFORT,
+        continue_final_message: bool = False,
+    ) -> ChatCompletion:
+        """Write the assistant's next turn.
+
+        Args:
+            messages: the conversation so far, in OpenAI's shapes.
+            params: how to sample; None: the defaults. `n` must be 1.
+            tools: functions that the model may call, in OpenAI's shape.
+            reasoning_effort: low, medium, high or xhigh.
+            continue_final_message: go on with the last message, the assistant's own.
+
+        Raises:
+            RequestError: a message, tool or setting cannot be honoured.
+            CheckpointError: the model has no chat template, or no tokenizer.
+        """
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n: must be 1 for chat, found {params.n}. Call it several times.")
+        chat, declared = self.chat_format, parse_tools(tools)
+        prompt = chat.prompt(
+            messages,
+            declared,
+            reasoning_effort=reasoning_effort,
+            continue_final_message=continue_final_message,
+        )
+        if not params.ignore_eos:
+            ends = (*params.stop_token_ids, *sorted(chat.tokenizer.stop_ids))
+            params = dataclasses.replace(params, stop_token_ids=ends)
+        completion = self.generate(list(prompt.token_ids), params)[0]
+        decoder = OutputDecoder(chat.tokenizer, params.stop, params.min_tokens)
+        pieces = decoder.push(completion.token_ids, last=True)
+        parser = chat.parser(prompt, declared)
+        is_truncated = completion.finish_reason != FinishReason.STOP
+        events = [*parser.feed(pieces), *parser.finish(is_truncated=is_truncated)]
+        return ChatCompletion(collect(events), completion)
 
     def _step(self) -> None:
         """Run the engine once and hand every token to the call it belongs to."""

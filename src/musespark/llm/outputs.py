@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from musespark.chat.events import Turn
 from musespark.engine.request import TokenLogprobs
 
 
@@ -21,7 +22,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The output of one prompt."""
+    """One output of one prompt."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
@@ -33,18 +34,25 @@ class Completion:
     logprobs: list[TokenLogprobs] | None
     """One entry per token, where asked for."""
     timings: Timings
+    choice: int = 0
+    """Which of the prompt's `n` outputs."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that came out of the prefix cache."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per prompt token, None for the first; with choice 0 only, where asked for."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `logprobs` only where asked for."""
+        """For JSON; log-probabilities only where asked for."""
         fields = dataclasses.asdict(self)
-        if self.logprobs is None:
-            del fields["logprobs"]
+        for name in ("logprobs", "prompt_logprobs"):
+            if fields[name] is None:
+                del fields[name]
         return fields
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What one step added to the output of one prompt."""
+    """What one step added to one output."""
 
     index: int
     """Which of the prompts."""
@@ -53,3 +61,15 @@ class CompletionDelta:
     """New text that can no longer turn out to begin a stop text; "" without a tokenizer."""
     finish_reason: str | None
     """None while the output goes on."""
+    choice: int = 0
+    """Which of the prompt's `n` outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    """One assistant turn."""
+
+    turn: Turn
+    """Reasoning, answer and tool calls apart."""
+    completion: Completion
+    """The tokens it was made of."""

@@ -33,6 +33,17 @@ class KVCacheSpec:
     """Blocks of the full layers' pool."""
     num_sliding_blocks: int
     """Blocks of the sliding layers' pool."""
+    dtype: torch.dtype | None = None
+    """Of what is stored; None: as the model computes."""
+
+
+# fp8_e4m3 has no scale: keys and values are normed or near 1, far from its largest number, 448.
+_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def kv_cache_dtype(setting: str, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that `kv_cache_dtype` ("auto", "bf16" or "fp8_e4m3") stands for."""
+    return compute_dtype if setting == "auto" else _DTYPES[setting]
 
 
 def bytes_per_block(config: DecoderConfig, kind: str, block_size: int, dtype: torch.dtype) -> int:
@@ -45,7 +56,7 @@ def bytes_per_block(config: DecoderConfig, kind: str, block_size: int, dtype: to
 def allocate_kv_cache(
     config: DecoderConfig, spec: KVCacheSpec, *, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
-    """The cache of every layer, in layer order.
+    """The cache of every layer, in layer order, in `dtype` unless `spec` says otherwise.
 
     The memory is zeroed: a masked key is never seen, but NaN in it would spread through the
     products all the same.
@@ -55,6 +66,6 @@ def allocate_kv_cache(
         sliding = layer.attention == "sliding_attention"
         blocks = spec.num_sliding_blocks if sliding else spec.num_full_blocks
         shape = (blocks, spec.block_size, config.num_key_value_heads, config.head_dim)
-        key = torch.zeros(shape, dtype=dtype, device=device)
+        key = torch.zeros(shape, dtype=spec.dtype or dtype, device=device)
         caches.append(LayerCache(key=key, value=torch.zeros_like(key)))
     return caches

@@ -1,5 +1,6 @@
 """Writing a step's keys and values into the paged cache."""
 
+import torch
 from torch import Tensor
 
 
@@ -13,7 +14,20 @@ def kv_write(
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim].
         slot_mapping: [N] int64 row in the flattened cache of the first N tokens, N <= T. Tokens
             behind them are padding and are not written.
+
+    A cache in an 8-bit float takes values as they are, without a scale.
     """
     count = slot_mapping.shape[0]
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key[:count].to(key_cache.dtype))
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value[:count].to(value_cache.dtype))
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        rows = saturate(new[:count], cache.dtype)
+        if cache.dtype.itemsize == 1:  # indexed as bytes: not every backend indexes 8-bit floats
+            rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+
+
+def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; what is beyond the range of an 8-bit float becomes its largest number."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        x = x.clamp(-largest, largest)
+    return x.to(dtype)

@@ -1,0 +1,316 @@
+"""The asyncio side of an engine that runs elsewhere: streams, refusals, death, shutting down.
+
+How messages travel is the business of a `Link`: see process_client and thread_client.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+from musespark import errors
+from musespark.engine.client import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    OutputStream,
+)
+from musespark.engine.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    ForgetPrefixes,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Stopped,
+    Submit,
+    ToEngine,
+)
+from musespark.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    MuseSparkError,
+    RequestError,
+)
+
+# How long an engine that was told to stop may take to finish the step it is in.
+_STOP_SECONDS = 5.0
+
+
+class Link(Protocol):
+    """A started engine at the other end of two one-way channels."""
+
+    def send(self, message: ToEngine) -> None:
+        """Send; never waits long, and does nothing once the engine is gone."""
+        ...
+
+    def kill(self) -> None:
+        """End the engine if it has not ended, and free what it held. Does not wait for it."""
+        ...
+
+
+Deliver = Callable[[FromEngine], None]
+"""What a link calls, from any thread, with each message of its engine."""
+
+StartLink = Callable[[Deliver], Link]
+"""Starts an engine. The last message delivered is `Stopped` or `Failed`, however it ends."""
+
+
+class AsyncEngineClient:
+    """An `EngineClient` over any link."""
+
+    def __init__(self, start: StartLink, *, restart: bool = False) -> None:
+        """Start the engine; needs a running asyncio loop, and belongs to it.
+
+        Args:
+            start: starts an engine, and again after a death if `restart`.
+            restart: replace an engine that dies after it was ready. One that fails to start is
+                not tried again.
+        """
+        self._start_link, self._restart = start, restart
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, _Stream] = {}
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._death: MuseSparkError | None = None
+        self._idle, self._gone = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._generation = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._state = EngineState.STARTING
+        self._settled = asyncio.Event()  # ready, or dead
+        self._generation += 1
+        self._link = self._start_link(functools.partial(self._deliver, self._generation))
+
+    # --- EngineClient
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._state is EngineState.READY
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineNotReadyError("The engine is still loading the model.")
+        return self._info
+
+    async def wait_ready(self) -> None:
+        await self._settled.wait()
+        if self._death is not None:
+            raise self._death
+
+    async def generate(self, request: EngineRequest) -> OutputStream:
+        self._check_open()
+        if request.request_id in self._streams:
+            raise RequestError(
+                f"A request named {request.request_id!r} runs already: names must differ."
+            )
+        stream = _Stream(request, self._loop.create_future(), self._leave)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        self._link.send(Submit(request))
+        try:
+            await stream.accepted
+        except BaseException:  # refused, dead, or nobody waits any more
+            await stream.aclose()
+            raise
+        return stream
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        if request_id in self._streams:
+            self._link.send(Abort(request_id, index))
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def reset_prefix_cache(self) -> None:
+        self._check_open()
+        self._link.send(ForgetPrefixes())
+
+    async def shutdown(self, drain_seconds: float = 0.0) -> None:
+        if self._state is not EngineState.DEAD:
+            if self._state is EngineState.READY and drain_seconds > 0:
+                self._state = EngineState.DRAINING
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._idle.wait(), drain_seconds)
+            self._restart = False
+            self._link.send(Shutdown())
+            if self._state is not EngineState.STARTING:  # loading is not worth waiting for
+                self._state = EngineState.DRAINING
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._gone.wait(), _STOP_SECONDS)
+            self._die(EngineDeadError("The engine was shut down."))
+        self._link.kill()
+
+    # --- messages
+
+    def _deliver(self, generation: int, message: FromEngine) -> None:
+        """Take a message, in whichever thread reads them."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._receive, generation, message)
+
+    def _receive(self, generation: int, message: FromEngine) -> None:
+        if generation != self._generation:
+            return  # of an engine that has been replaced
+        if isinstance(message, Outputs):
+            self._stats = message.stats
+            for output in message.outputs:
+                self._pass_on(output)
+        elif isinstance(message, Accepted):
+            if (stream := self._streams.get(message.request_id)) is not None:
+                stream.accept()
+        elif isinstance(message, Refused):
+            if (stream := self._streams.get(message.request_id)) is not None:
+                stream.fail(_error(message))
+        elif isinstance(message, Ready):
+            self._info, self._state = message.info, EngineState.READY
+            self._settled.set()
+        else:
+            self._take_last(message)
+
+    def _pass_on(self, output: EngineOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        # What comes before the acceptance is meant for an earlier request of the same name.
+        if stream is not None and stream.accepted.done():
+            stream.push(output)
+            if stream.is_finished:
+                self._remove(stream)
+
+    def _take_last(self, message: Failed | Stopped) -> None:
+        was_ready = self._state is EngineState.READY
+        self._link.kill()
+        self._gone.set()
+        if isinstance(message, Stopped):
+            self._die(EngineDeadError("The engine was shut down."))
+        elif was_ready and self._restart:
+            self._fail_streams(_error(message))
+            self._start()
+        else:
+            self._die(_error(message))
+
+    def _die(self, error: MuseSparkError) -> None:
+        self._state, self._death = EngineState.DEAD, self._death or error
+        self._settled.set()
+        self._fail_streams(error)
+
+    def _fail_streams(self, error: MuseSparkError) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+            self._remove(stream)
+
+    # --- streams
+
+    def _check_open(self) -> None:
+        if self._state is EngineState.DEAD:
+            raise EngineDeadError(str(self._death))
+        if self._state is not EngineState.READY:
+            doing = "shutting down" if self._state is EngineState.DRAINING else "still starting"
+            raise EngineNotReadyError(f"The engine is {doing}. Try again later.")
+
+    def _leave(self, stream: "_Stream") -> None:
+        """A reader has left its stream."""
+        if self._streams.get(stream.request.request_id) is stream:
+            self._remove(stream)
+            self._link.send(Abort(stream.request.request_id))
+
+    def _remove(self, stream: "_Stream") -> None:
+        del self._streams[stream.request.request_id]
+        if not self._streams:
+            self._idle.set()
+
+
+class _Stream:
+    """The deltas of one request; those not fetched yet are joined, output by output."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        accepted: asyncio.Future[None],
+        leave: Callable[["_Stream"], None],
+    ) -> None:
+        self.request, self.accepted = request, accepted
+        self._leave = leave
+        self._unfinished = set(range(request.params.n))
+        self._pending: dict[int, list[EngineOutput]] = {}
+        self._changed = asyncio.Event()
+        self._error: MuseSparkError | None = None
+        self._is_closed = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all outputs have told their end."""
+        return not self._unfinished
+
+    def accept(self) -> None:
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def push(self, output: EngineOutput) -> None:
+        self._pending.setdefault(output.index, []).append(output)
+        if output.finish_reason is not None:
+            self._unfinished.discard(output.index)
+        self._changed.set()
+
+    def fail(self, error: MuseSparkError) -> None:
+        """End the stream, after what is pending, with an error."""
+        self._error = error
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+        self._changed.set()
+
+    def __aiter__(self) -> "_Stream":
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        while not self._pending:
+            if self._is_closed or self.is_finished:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        return _joined(self._pending.pop(next(iter(self._pending))))
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        self._pending.clear()
+        self._changed.set()
+        self._leave(self)
+
+
+def _joined(outputs: list[EngineOutput]) -> EngineOutput:
+    """Consecutive deltas of one output as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    has_logprobs = any(output.logprobs is not None for output in outputs)
+    return EngineOutput(
+        request_id=outputs[0].request_id,
+        index=outputs[0].index,
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs or ())
+        if has_logprobs
+        else None,
+        finish_reason=outputs[-1].finish_reason,
+        # An output that was aborted before it ran does not know.
+        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
+        prompt_logprobs=outputs[0].prompt_logprobs,
+    )
+
+
+def _error(message: Refused | Failed) -> MuseSparkError:
+    """The error of the class that the engine named."""
+    kind = getattr(errors, message.error, EngineDeadError)
+    assert issubclass(kind, MuseSparkError)
+    return kind(message.message)

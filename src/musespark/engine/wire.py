@@ -1,0 +1,53 @@
+"""Messages as bytes: a number for the kind, then the message in MessagePack, checked on arrival.
+
+Not pickle: bytes that come out of a pipe are data here, and never code.
+"""
+
+import msgspec
+
+from musespark.engine.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    ForgetPrefixes,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Stopped,
+    Submit,
+    ToEngine,
+)
+
+_KINDS: tuple[type[ToEngine | FromEngine], ...] = (
+    Submit,
+    Abort,
+    ForgetPrefixes,
+    Shutdown,
+    Ready,
+    Accepted,
+    Refused,
+    Outputs,
+    Failed,
+    Stopped,
+)
+_NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
+_DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The bytes of a message."""
+    return bytes([_NUMBER_OF[type(message)]]) + _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> ToEngine | FromEngine:
+    """The message of such bytes.
+
+    Raises:
+        ValueError: bytes that are no message.
+    """
+    if not data or data[0] >= len(_KINDS):
+        raise ValueError("not a message of the engine's protocol")
+    return _DECODERS[data[0]].decode(memoryview(data)[1:])

@@ -1,0 +1,74 @@
+"""From a model's name to an engine that serves it."""
+
+from pathlib import Path
+
+import torch
+
+from musespark.checkpoint.load import Progress
+from musespark.config.engine import EngineConfig
+from musespark.engine.capacity import free_memory, plan_kv_cache
+from musespark.engine.client import EngineInfo
+from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.kv_blocks import CacheLayout
+from musespark.engine.runner import ModelRunner
+from musespark.llm.loading import load_decoder
+
+
+def build_engine(
+    model: str | Path,
+    config: EngineConfig,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[Engine, EngineInfo]:
+    """Load a model, give it a KV cache of the size that fits, and put an engine around it.
+
+    Args:
+        model: a packaged model's name, a folder, or a Hugging Face repository id.
+        config: limits and cache settings.
+        device: "cpu" or "cuda"; None: CUDA where there is a device.
+        dtype: as for `load_decoder`.
+        revision: branch, tag or commit of a Hugging Face repository.
+        progress: told the bytes loaded so far and in all.
+
+    Raises:
+        ConfigError: the model's config or a setting is unsupported.
+        CheckpointError: files are missing, damaged, or do not fit the config.
+        CapacityError: the model's length does not fit into memory.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    decoder = load_decoder(model, device=device, dtype=dtype, revision=revision, progress=progress)
+    decoder.pack()
+    plan = plan_kv_cache(decoder.config, config, decoder.dtype, free_memory(decoder.device))
+    layout = CacheLayout(
+        block_size=plan.spec.block_size,
+        num_full_blocks=plan.spec.num_full_blocks,
+        num_sliding_blocks=plan.spec.num_sliding_blocks,
+        sliding_window=decoder.config.sliding_window,
+    )
+    limits = EngineLimits(
+        vocab_size=decoder.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=frozenset(decoder.config.eos_token_ids),
+        prefix_caching=config.enable_prefix_caching,
+    )
+    info = EngineInfo(
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        eos_token_ids=tuple(sorted(limits.eos_token_ids)),
+        block_size=layout.block_size,
+        num_full_blocks=layout.num_full_blocks,
+        num_sliding_blocks=layout.num_sliding_blocks,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(plan.spec.dtype).removeprefix("torch."),
+        device=str(decoder.device),
+        structured_output=False,
+    )
+    return Engine(ModelRunner(decoder, plan.spec), layout, limits), info

@@ -5,10 +5,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.server.live import answer, call, chat_format, last_request, live, wire
 
 from musespark.config.structured_output import GrammarKind
 from musespark.server.settings import SamplingDefaults
-from tests.server.live import answer, call, chat_format, last_request, live, wire
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -16,21 +16,17 @@ HELLO = [{"role": "user", "content": "hi"}]
 def chat(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     response = client.post("/v1/chat/completions", json={"messages": HELLO, **fields})
     assert response.status_code == 200, response.text
-    return response.json()  # type: ignore[no-any-return]
+    return dict(response.json())
 
 
 def chunks(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     body = {"messages": HELLO, "stream": True, **fields}
-    found = []
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                found.append(json.loads(line[6:]))
-            last = line or last if found else line
-    assert last == "data: [DONE]"
-    return found
+        lines = [line for line in response.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def joined(parts: list[dict[str, Any]], field: str, index: int = 0) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.server.live import answer, call, chat_format, last_request, live, wire
+from tests.server.test_chat_endpoint import chat, chunks, joined
 
 from musespark.config.structured_output import GrammarKind
 from musespark.engine.client import EngineRequest
-from tests.server.live import answer, call, chat_format, last_request, live, wire
-from tests.server.test_chat_endpoint import chat, chunks, joined
 
 
 def tool(name: str, **types: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Stubborn:
         prompt = chat_format().tokenizer.decode(request.prompt_token_ids, keep_special=True)
         if request.structured_output is not None:
             return wire(f" to={self._pick}<|eot|>")
-        if prompt.endswith('<atem:invoke name="add">') or prompt.endswith(">\n"):
+        if prompt.endswith('<atem:invoke name="add">'):
             return wire('<atem:parameter name="a">5</atem:parameter>\n' + CLOSE)
         if prompt.endswith('<atem:invoke name="say">'):
             return wire('<atem:parameter name="text">x</atem:parameter>\n' + CLOSE)

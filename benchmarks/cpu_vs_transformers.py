@@ -71,12 +71,14 @@ class Ours:
         """Greedy generation of `new_tokens` per prompt."""
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         stamps: list[float] = []
-        counts = [0] * len(batch)
+        this_step: set[int] = set()
         started = time.perf_counter()
         with self._llm.stream(batch, params) as generation:
             for delta in generation:
-                counts[delta.index] += 1
-                if min(counts) > len(stamps):  # every prompt has its next token
+                if delta.index in this_step:
+                    this_step.clear()
+                this_step.add(delta.index)
+                if len(this_step) == len(batch):  # a step in which every prompt got a token
                     stamps.append(time.perf_counter())
         return summarize(stamps, started, len(batch))
 

@@ -6,7 +6,7 @@ import torch
 from musespark.ops.silu_mul import silu_mul
 from musespark.ops.small_experts import are_small, small_experts
 
-E, H, I = 12, 24, 20
+NUM_EXPERTS, WIDTH, INNER = 12, 24, 20
 
 
 def expected_row(hidden_states, expert, gate_up, down):
@@ -15,14 +15,14 @@ def expected_row(hidden_states, expert, gate_up, down):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 17, 300])
-@pytest.mark.parametrize("top_k", [1, 5, E])
+@pytest.mark.parametrize("top_k", [1, 5, NUM_EXPERTS])
 @pytest.mark.parametrize("absent", [False, True])
 def test_rows_equal_those_of_each_expert(num_tokens, top_k, absent):
     generator = torch.Generator().manual_seed(num_tokens * 100 + top_k)
-    gate_up = torch.randn(E, 2 * I, H, generator=generator) / H**0.5
-    down = torch.randn(E, H, I, generator=generator) / I**0.5
-    hidden_states = torch.randn(num_tokens, H, generator=generator)
-    ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :top_k]
+    gate_up = torch.randn(NUM_EXPERTS, 2 * INNER, WIDTH, generator=generator) / WIDTH**0.5
+    down = torch.randn(NUM_EXPERTS, WIDTH, INNER, generator=generator) / INNER**0.5
+    hidden_states = torch.randn(num_tokens, WIDTH, generator=generator)
+    ids = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(1)[:, :top_k]
     if absent:
         ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -1)
     found = small_experts(hidden_states, ids, gate_up, down)
@@ -39,8 +39,8 @@ def test_rows_equal_those_of_each_expert(num_tokens, top_k, absent):
 
 def test_too_many_rows_are_left_to_the_other_way():
     ids = torch.zeros(9000, 1, dtype=torch.int64)  # all to one expert: padding would be enormous
-    weights = torch.zeros(E, 2 * I, H), torch.zeros(E, H, I)
-    assert small_experts(torch.zeros(9000, H), ids, *weights) is None
+    weights = torch.zeros(NUM_EXPERTS, 2 * INNER, WIDTH), torch.zeros(NUM_EXPERTS, WIDTH, INNER)
+    assert small_experts(torch.zeros(9000, WIDTH), ids, *weights) is None
 
 
 def test_large_experts_are_not_small():

@@ -26,6 +26,10 @@ from musespark.ops.nvfp4 import (
 # Weights dequantized at once: 1 MB of bfloat16, which stays in a core's cache until multiplied.
 _PIECE = 2**19
 
+# Small experts are multiplied together, padded to equally many rows, up to this many products of
+# two numbers: starting a matrix product costs as much as some rows of padding.
+_SMALL_PRODUCT = 2**24
+
 # How many codes one table look-up turns into numbers, as what integer they are read, and the type
 # that carries as many numbers of a dtype at once.
 _LOOKUPS = {
@@ -79,17 +83,32 @@ def pack_nvfp4_grouped_gemm(packed: Tensor, scales: Tensor) -> GroupedMatMul:
         groups = occupied_groups(group_ends)
         for start in range(0, len(groups), at_once):
             chosen = groups[start : start + at_once]
-            experts = _rows_of([expert for expert, _ in chosen])
+            experts = _as_slice([expert for expert, _ in chosen])
             for panel in range(panels):
-                columns = slice(panel * width, (panel + 1) * width)
                 weights = _dequantize_piece(
                     _pick(pieces[:, panel], experts), _pick(blocks[:, panel], experts), x.dtype
                 )
-                for weight, (_, rows) in zip(weights, chosen, strict=True):
-                    torch.mm(x[rows], weight, out=out[rows, columns])
+                columns = out[:, panel * width : (panel + 1) * width]
+                _multiply(x, weights, [rows for _, rows in chosen], columns)
         return out
 
     return matmul
+
+
+def _multiply(x: Tensor, weights: Tensor, groups: Sequence[slice], out: Tensor) -> None:
+    """out[rows] = x[rows] @ weight, for each of the weights [G, in, width] and its rows."""
+    most = max(rows.stop - rows.start for rows in groups)
+    if len(groups) == 1 or most * weights.numel() > _SMALL_PRODUCT:
+        for weight, rows in zip(weights, groups, strict=True):
+            torch.mm(x[rows], weight, out=out[rows])
+        return
+    # Small experts with few rows each: one batched product costs less than starting many.
+    first, last = groups[0].start, groups[-1].stop
+    counts = torch.tensor([rows.stop - rows.start for rows in groups], device=x.device)
+    is_row = torch.arange(most, device=x.device) < counts[:, None]  # [G, most]
+    padded = x.new_zeros((len(groups), most, x.shape[1]))
+    padded[is_row] = x[first:last]
+    out[first:last] = torch.bmm(padded, weights)[is_row]
 
 
 def _panel_width(in_features: int, out_features: int) -> int:
@@ -102,7 +121,7 @@ def _panel_width(in_features: int, out_features: int) -> int:
     return max(widths, default=math.gcd(out_features, 4))
 
 
-def _rows_of(experts: list[int]) -> list[int] | slice:
+def _as_slice(experts: list[int]) -> list[int] | slice:
     """Neighbouring experts as a slice, which needs no copy."""
     first, last = experts[0], experts[-1]
     return slice(first, last + 1) if last - first + 1 == len(experts) else experts

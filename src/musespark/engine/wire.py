@@ -48,6 +48,7 @@ def decode(data: bytes) -> ToEngine | FromEngine:
     Raises:
         ValueError: bytes that are no message.
     """
-    if not data or data[0] >= len(_KINDS):
-        raise ValueError("not a message of the engine's protocol")
-    return _DECODERS[data[0]].decode(memoryview(data)[1:])
+    try:
+        return _DECODERS[data[0]].decode(memoryview(data)[1:])
+    except (IndexError, msgspec.MsgspecError) as error:
+        raise ValueError(f"not a message of the engine's protocol: {error}") from None

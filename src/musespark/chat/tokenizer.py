@@ -126,6 +126,16 @@ class Tokenizer:
         pieces = [piece for token_id in token_ids for piece in decoder.push(token_id)]
         return [*pieces, *decoder.flush()]
 
+    def vocabulary(self) -> list[bytes] | None:
+        """The bytes of every token in order of id, none for special tokens and for gaps.
+
+        None when the vocabulary is not byte-level, so that tokens have no bytes of their own.
+        """
+        table = self._byte_table
+        if table is None:
+            return None
+        return [b"" if i in self._names_by_id else table[i] for i in range(self.vocab_size)]
+
     def stream(self) -> IncrementalDecoder:
         """A decoder that is fed the tokens of one sequence one by one."""
         return IncrementalDecoder(self._raw_backend, self._names_by_id, self._byte_table)

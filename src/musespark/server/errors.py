@@ -101,8 +101,8 @@ def as_api_error(error: Exception) -> ApiError:
 def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """One error out of pydantic's list."""
     # In a union every branch fails; the one that got furthest is the one that was meant.
-    worst = max(errors, key=lambda error: len(error["loc"]))
-    path = [part for part in worst["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    worst = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    path = [part for part in worst["loc"][1:] if isinstance(part, int) or _is_field(part)]
     context = worst.get("ctx", {})
     if worst["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {context.get('error', worst['msg'])}.")
@@ -118,6 +118,11 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     code = "missing_required_parameter" if worst["type"] == "missing" else "invalid_value"
     what = worst["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{name}: {what[:1].lower()}{what[1:]}.", param=name, code=code)
+
+
+def _is_field(part: str) -> bool:
+    """Whether part of a path is a field, and not the name of a union's branch."""
+    return part.isidentifier() and part not in ("bool", "float", "int", "str")
 
 
 def _join(path: Sequence[Any]) -> str:

@@ -27,7 +27,12 @@ _HEADERS = (
 
 def header(scope: Scope, name: bytes) -> str:
     """The first header called `name` (lower case), or an empty string."""
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+    return raw_header(scope, name).decode("latin-1")
+
+
+def raw_header(scope: Scope, name: bytes) -> bytes:
+    """The same as it was sent."""
+    return next((bytes(value) for key, value in scope["headers"] if key == name), b"")
 
 
 class HostGate:
@@ -76,7 +81,7 @@ class KeyGate:
         """Without keys everyone is let through."""
         self._app = app
         # Digests are of one length, so that the comparison below tells nothing about the key's.
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._digests or self._may_pass(scope):
@@ -94,15 +99,15 @@ class KeyGate:
         path = scope["path"]
         if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX):
             return True
-        scheme, _, key = header(scope, b"authorization").partition(" ")
+        scheme, _, key = raw_header(scope, b"authorization").partition(b" ")
         given = _digest(key.strip())
         # All keys are compared, in constant time each.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(matches) and scheme.lower() == "bearer"
+        return any(matches) and scheme.lower() == b"bearer"
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class BodyGate:

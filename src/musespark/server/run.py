@@ -30,6 +30,7 @@ class DrainingServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(config.shutdown_seconds) + _GRACE_SECONDS,
             )

@@ -72,7 +72,9 @@ class RequestModel(BaseModel):
 
 
 def _field_error(name: str, message: str) -> PydanticCustomError:
-    # The text goes in as a value: as a template, braces in a name would be placeholders.
+    # The text goes in as a value: as a template, braces in a name would be placeholders. Half of
+    # a surrogate pair has no UTF-8 form, which pydantic needs.
+    name = name.encode("utf-8", "backslashreplace").decode()
     return PydanticCustomError("field", "{message}", {"message": message, "param": name})
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @finish
 @with_fields(EngineConfig)
-@with_fields(SamplingParams, temperature=0.0, max_tokens=256)
+@with_fields(SamplingParams, without=("n", "prompt_logprobs"), temperature=0.0, max_tokens=256)
 def generate(
     model: Annotated[
         str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from musespark.cli.demo import demo
+from musespark.cli.evaluate import evaluate
 from musespark.cli.generate import generate
 from musespark.errors import MuseSparkError
 
@@ -18,17 +19,27 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command("eval")(evaluate)
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    if version:
+def _show_version(value: bool) -> None:
+    if value:
         import musespark
 
         print(musespark.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[  # noqa: ARG001 - handled by its own callback, before any command
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -6,10 +6,11 @@ A field becomes a flag of the same name; its docstring is the help, its default 
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Annotated, Any
 
@@ -18,11 +19,14 @@ import typer
 Command = Callable[..., None]
 
 
-def with_fields(config: type, **defaults: Any) -> Callable[[Command], Command]:
+def with_fields(
+    config: type, *, without: Collection[str] = (), **defaults: Any
+) -> Callable[[Command], Command]:
     """Decorate a command that takes `**settings`: one flag for each field of `config`.
 
     Args:
         config: a dataclass.
+        without: fields that make no sense for this command.
         defaults: other defaults for some fields than the dataclass has.
     """
 
@@ -36,6 +40,7 @@ def with_fields(config: type, **defaults: Any) -> Callable[[Command], Command]:
         parameters += [
             _parameter(config, field, defaults.get(field.name, field.default))
             for field in _flag_fields(config)
+            if field.name not in without
         ]
         command.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*parameters, *_rest(signature)]
@@ -60,7 +65,8 @@ def finish(command: Command) -> Command:
 
 def pick(config: type, settings: dict[str, Any]) -> dict[str, Any]:
     """The entries of `settings` that are fields of `config`."""
-    return {field.name: settings[field.name] for field in _flag_fields(config)}
+    names = {field.name for field in _flag_fields(config)}
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def _flag_fields(config: type) -> list[dataclasses.Field[Any]]:
@@ -94,10 +100,10 @@ def _parameter(config: type, field: Any, default: Any) -> inspect.Parameter:
 @cache
 def _field_docs(config: type) -> dict[str, str]:
     """The docstrings that stand under a dataclass's fields."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    assert isinstance(tree, ast.ClassDef)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef))
     docs = {}
-    for field, following in zip(tree.body, tree.body[1:], strict=False):
+    for field, following in itertools.pairwise(body):
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)

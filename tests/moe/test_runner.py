@@ -188,7 +188,7 @@ class TestChoice:
 
 def run_in_step(callables):
     """Run every rank's function in a thread; `all_reduce` inside them sums over all of them."""
-    slots = [None] * len(callables)
+    slots = [torch.empty(0)] * len(callables)
     barrier = threading.Barrier(len(callables))
     results = [None] * len(callables)
 
@@ -196,7 +196,7 @@ def run_in_step(callables):
         def all_reduce(tensor):
             slots[rank] = tensor
             barrier.wait(20)
-            total = torch.stack(list(slots)).sum(dim=0)
+            total = torch.stack(slots).sum(dim=0)
             barrier.wait(20)
             return total
 
@@ -239,7 +239,7 @@ def test_tensor_parallel_rows_are_summed_before_the_norm(route_major, variance_s
 def test_summing_after_the_norm_would_be_wrong():
     layer = make_layer(moe_intermediate_size=64)
     h, routing = inputs(layer, 11)
-    total = 0
+    total = torch.zeros_like(h)
     for index in range(4):
         experts = load(layer, mesh=Mesh(tensor=MeshAxis(index, 4)))
         total = total + MoERunner(experts, Finalizer(experts.post_expert_norm))(h, routing)

@@ -20,7 +20,11 @@ class InputRanges:
 
 
 def watch_inputs(experts: GroupedExperts) -> InputRanges:
-    """Record the ranges of all that these experts multiply from now on."""
+    """Record the ranges of all that these experts multiply from now on.
+
+    They go expert by expert then, however small they are.
+    """
+    experts.keeps_plain_weights = True
     ranges = InputRanges(experts.part.num_experts_here)
     experts._gate_up = _watched(experts._gate_up, ranges.gate_up)
     experts._down = _watched(experts._down, ranges.down)

@@ -123,23 +123,20 @@ class LiveServer:
 
 @contextlib.contextmanager
 def live(
-    script: Script | str | Callable[[], FakeEngine],
+    script: Script | str,
     *,
     api_keys: tuple[str, ...] = (),
     defaults: SamplingDefaults | None = None,
     wait: bool = True,
+    make_engine: Callable[[], FakeEngine] | None = None,
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[LiveServer, httpx.Client]]:
     """A server and a client. `script` is what the model writes, or how to."""
     config = ServerConfig(**{"shutdown_seconds": 0.0, **settings})
     speak = says(script) if isinstance(script, str) else script
-    server = LiveServer(
-        lambda: FakeEngine(speak, **(engine or {})),  # type: ignore[arg-type]
-        config,
-        api_keys,
-        defaults,
-    )
+    make = make_engine or (lambda: FakeEngine(speak, **(engine or {})))
+    server = LiveServer(make, config, api_keys, defaults)
     try:
         if wait:
             assert server.ready.wait(10), server.error

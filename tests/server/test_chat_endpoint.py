@@ -161,6 +161,9 @@ def test_logprobs_cover_the_answer_alone() -> None:
     assert content[0]["logprob"] == -0.5
     assert [top["token"] for top in content[0]["top_logprobs"]] == ["H", "I"]
     assert len(content) == len(wire("Hé"))
+    # A character of two tokens: its bytes are there, though neither token is a character.
+    spelled = bytes(byte for entry in content for byte in entry["bytes"])
+    assert spelled.decode() == "Hé"
     streamed = [
         entry
         for part in parts

@@ -18,7 +18,6 @@ BODY = {"messages": [{"role": "user", "content": "hi"}]}
         None,
         "",
         "Bearer",
-        "Bearer ",
         "Bearer wrong",
         "Basic one",
         "one",

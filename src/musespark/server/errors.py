@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from musespark.errors import (
     EngineDeadError,
@@ -130,6 +131,28 @@ def _join(path: Sequence[Any]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
 
 
+class LastResort:
+    """Turns a bug into a response, so that the connection can go on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def watching_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching_send)
+        except Exception as error:
+            if has_started:
+                raise
+            await as_api_error(error).response()(scope, receive, send)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` come out in OpenAI's shape."""
 
@@ -154,4 +177,4 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(MuseSparkError, on_own)
-    app.add_exception_handler(Exception, on_own)
+    app.add_middleware(LastResort)

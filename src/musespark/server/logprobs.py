@@ -17,6 +17,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._vocabulary = tokenizer.vocabulary() or []
         self._texts: dict[int, str] = {}
 
     def __getitem__(self, token_id: int) -> str:
@@ -27,7 +28,13 @@ class TokenTexts:
         return text
 
     def bytes_of(self, token_id: int) -> list[int] | None:
-        """The token's bytes; None for part of a character, which has no text of its own."""
+        """The token's bytes, of which clients can put characters together.
+
+        None where they are not known: part of a character, in a vocabulary that is not made of
+        bytes.
+        """
+        if token_id < len(self._vocabulary) and self._vocabulary[token_id]:
+            return list(self._vocabulary[token_id])
         text = self[token_id]
         return None if "\ufffd" in text else list(text.encode())
 

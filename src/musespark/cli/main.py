@@ -8,6 +8,7 @@ import typer
 from musespark.cli.demo import demo
 from musespark.cli.evaluate import evaluate
 from musespark.cli.generate import generate
+from musespark.cli.quantize import quantize
 from musespark.errors import MuseSparkError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command("eval")(evaluate)
+app.command()(quantize)
 
 
 def _show_version(value: bool) -> None:

@@ -28,13 +28,13 @@ def evaluate_all(model: Decoder, checkpoint: Path, samples: int) -> dict[str, ob
     chat = ChatFormat.from_folder(checkpoint, tokenizer)
     pad = tokenizer.special_id("<|pad|>")
 
-    def ask(tasks: tuple[str, ...], *, windowed: bool = False) -> EvalReport:
+    def ask(tasks: tuple[str, ...], samples: int, *, windowed: bool = False) -> EvalReport:
         generator = Generator(model, pad, windowed=windowed)
         return evaluate(generator, chat, tasks=tasks, samples=samples, seed=SEED, batch_size=BATCH)
 
     reports = {
-        "held_out": ask((*TASKS, *PHRASING_TASKS)),
-        "full_layers_windowed": ask(("lookup", "far_lookup", "addition"), windowed=True),
+        "held_out": ask((*TASKS, *PHRASING_TASKS), samples),
+        "full_layers_windowed": ask(("lookup", "far_lookup"), samples // 2, windowed=True),
     }
     for name, report in reports.items():
         print_report(name, report)

@@ -24,7 +24,7 @@ from musespark.evals.conversation import (
 from musespark.evals.json_shapes import json_copying
 from musespark.evals.lists import sorting
 from musespark.evals.lookup import far_lookup, lookup
-from musespark.evals.phrasing import Wordings
+from musespark.evals.phrasing import WORDINGS
 from musespark.evals.refusals import refusal
 from musespark.evals.talk import small_talk
 from musespark.evals.tools import tool_calling, unneeded_tools
@@ -59,17 +59,17 @@ FAMILIES: dict[str, Family] = {
 """Every task by name. `far_lookup` is `lookup` at its longest distance."""
 
 TRAINING_SHARES = {
-    "addition": 0.11,
-    "subtraction": 0.13,
+    "addition": 0.09,
+    "subtraction": 0.11,
     "comparison": 0.08,
-    "multiplication": 0.09,
+    "multiplication": 0.07,
     "reversing": 0.08,
-    "sorting": 0.12,
-    "counting": 0.07,
-    "lookup": 0.09,
-    "json": 0.06,
-    "tools": 0.07,
-    "talk": 0.04,
+    "sorting": 0.14,
+    "counting": 0.09,
+    "lookup": 0.10,
+    "json": 0.08,
+    "tools": 0.12,
+    "talk": 0.06,
     "refusal": 0.12,
 }
 FOLLOWED_BY_MORE = 0.15
@@ -88,61 +88,12 @@ SYSTEM_PROMPTS = (
     "Think before you answer.",
 )
 
-IN_JSON = Wordings(
-    "in-json",
-    seen=(
-        "{q} Answer in JSON.",
-        "{q} Reply in JSON.",
-        "{q} Answer as JSON.",
-        "{q} Return JSON.",
-        "{q} Give the answer as JSON.",
-        "{q} (JSON)",
-        "{q} Use JSON.",
-        "{q} Respond with JSON only.",
-        "In JSON: {q}",
-        "Answer in JSON: {q}",
-        "Reply as JSON. {q}",
-        '{q} Answer as {{"answer": ...}}.',
-        '{q} Format: {{"answer": ...}}',
-        '{q} Return {{"answer": ...}}',
-    ),
-    held_out=("{q} Please answer with JSON.", "Respond in JSON. {q}"),
-)
+IN_JSON = WORDINGS["in-json"]
 WANTS_JSON = 0.06
 CALL_IN_HISTORY = 0.2
 
-ADD_TO_THAT = Wordings(
-    "add-to-that",
-    seen=(
-        "Add {b} to that.",
-        "Now add {b}.",
-        "Add {b} to it",
-        "plus {b}",
-        "And plus {b}?",
-        "Add {b} more",
-        "What is that plus {b}?",
-        "Add {b} to the result.",
-        "Increase that by {b}.",
-        "+ {b}",
-    ),
-    held_out=("Now add {b} to the result.",),
-)
-TAKE_FROM_THAT = Wordings(
-    "take-from-that",
-    seen=(
-        "Subtract {b} from that.",
-        "Now subtract {b}.",
-        "Take {b} from it",
-        "minus {b}",
-        "And minus {b}?",
-        "Take away {b}",
-        "What is that minus {b}?",
-        "Subtract {b} from the result.",
-        "Decrease that by {b}.",
-        "- {b}",
-    ),
-    held_out=("Now subtract {b} from the result.",),
-)
+ADD_TO_THAT = WORDINGS["add-to-that"]
+TAKE_FROM_THAT = WORDINGS["take-from-that"]
 
 
 @dataclass(frozen=True)

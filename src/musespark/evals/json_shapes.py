@@ -5,86 +5,13 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from musespark.evals.conversation import Json, Problem, Reasoning
-from musespark.evals.phrasing import Wordings
+from musespark.evals.phrasing import WORDINGS, Wordings
 from musespark.evals.vocabulary import NAMES, PLACES, WORDS, random_letters
 
-FILL = Wordings(
-    "json-fill",
-    seen=(
-        "Put {facts} into {shape}.",
-        "Put {facts} in this shape: {shape}",
-        "Fill in {shape} with {facts}.",
-        "Fill {shape}: {facts}",
-        "Copy {facts} into {shape}",
-        "Use the shape {shape} for {facts}.",
-        "{facts}. Write this as {shape}",
-        "Write {facts} as {shape}",
-        "Turn {facts} into JSON like {shape}",
-        "Format {facts} as {shape}.",
-        "Convert {facts} to JSON: {shape}",
-        "Here are facts: {facts}. Return {shape}",
-        "Return {shape} for {facts}.",
-        "Extract {shape} from: {facts}",
-        "Answer with {shape}. Facts: {facts}",
-        "Make JSON of the form {shape} from {facts}.",
-        "Facts: {facts}\nShape: {shape}",
-        "{shape} <- {facts}",
-        "JSON please, {shape}: {facts}",
-        "Give me {shape} filled from {facts}",
-    ),
-    held_out=(
-        "Please write {facts} in the shape {shape}",
-        "Could you fill {shape} in with {facts}?",
-        "Put the facts {facts} into JSON of the form {shape}",
-    ),
-)
-PICK = Wordings(
-    "json-pick",
-    seen=(
-        "From {object} keep {names}.",
-        "Keep only {names} of {object}",
-        "Pick {names} from {object}.",
-        "Select {names} from {object}",
-        "Copy {names} out of {object} as JSON.",
-        "Given {object}, return JSON with {names}.",
-        "Give me {names} of {object}",
-        "{object}: keep {names}",
-        "Extract {names} from {object}",
-        "Take {names} from {object}",
-    ),
-    held_out=("Return only {names} from {object}", "Given {object}, keep just {names}."),
-)
-RENAME = Wordings(
-    "json-rename",
-    seen=(
-        "Rename {old} to {new} in {object}.",
-        "In {object} rename {old} to {new}.",
-        "In {object}, call {old} {new}.",
-        "Change the key {old} to {new} in {object}",
-        "Replace the key {old} by {new}: {object}",
-        "{object}: rename {old} to {new}",
-        "Copy {object} with {old} renamed to {new}",
-        "Use {new} instead of {old} in {object}",
-    ),
-    held_out=(
-        "In {object}, change the key {old} to {new}",
-        "Please rename {old} to {new}: {object}",
-    ),
-)
-LISTING = Wordings(
-    "json-list",
-    seen=(
-        "Make a JSON list of {items}.",
-        "Write {items} as a JSON list.",
-        "Write {items} as a JSON array",
-        "Turn {items} into a JSON array.",
-        "JSON list: {items}",
-        "Give me {items} as a JSON list",
-        "Convert {items} to a JSON array",
-        "Put {items} into a JSON list.",
-    ),
-    held_out=("Could you make {items} into a JSON list?", "I need {items} as a JSON array"),
-)
+FILL = WORDINGS["json-fill"]
+PICK = WORDINGS["json-pick"]
+RENAME = WORDINGS["json-rename"]
+LISTING = WORDINGS["json-list"]
 
 FieldMaker = Callable[[Random], Json]
 

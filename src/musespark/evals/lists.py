@@ -1,117 +1,36 @@
 """Sorting a list of numbers, and finding its largest or smallest."""
 
 from random import Random
+from string import ascii_lowercase
 
 from musespark.evals.conversation import Json, Problem, Reasoning
-from musespark.evals.phrasing import Wordings
+from musespark.evals.phrasing import WORDINGS
 
 LONGEST_LIST = 8
 LARGEST_ITEM = 999
 
-ASCENDING = Wordings(
-    "ascending",
-    seen=(
-        "Sort {xs}.",
-        "Sort {xs}",
-        "Sort these numbers: {xs}",
-        "Sort the numbers {xs}.",
-        "Sort the list {xs}",
-        "Order {xs}",
-        "Order these: {xs}",
-        "Put in order: {xs}.",
-        "Put {xs} in order.",
-        "Put these numbers in order: {xs}",
-        "Arrange {xs}.",
-        "Arrange these numbers: {xs}",
-        "Arrange {xs} from smallest to largest.",
-        "Sort from smallest to largest: {xs}",
-        "Sort {xs} from small to large",
-        "Sort {xs} ascending.",
-        "Sort ascending: {xs}",
-        "Sort {xs} in ascending order.",
-        "Put these in ascending order: {xs}",
-        "Can you sort {xs}?",
-        "Could you sort these for me: {xs}",
-        "What is {xs} sorted?",
-        "{xs} sorted",
-        "{xs} in ascending order",
-        "Order {xs} from least to greatest.",
-        "List {xs} in increasing order.",
-        "Sort low to high: {xs}",
-        "Rank these from smallest to largest: {xs}",
-        "Sort this list: {xs}",
-        "Give me {xs} in order.",
-    ),
-    held_out=(
-        "Could you put these numbers in ascending order: {xs}",
-        "Please order the list {xs} from smallest to largest",
-        "I need {xs} sorted",
-        "Tell me {xs} in increasing order.",
-    ),
+ASCENDING = WORDINGS["ascending"]
+DESCENDING = WORDINGS["descending"]
+LARGEST = WORDINGS["largest"]
+SMALLEST = WORDINGS["smallest"]
+SEEN_SEPARATORS = (
+    ", ",
+    ", ",
+    ", ",
+    ", ",
+    ",",
+    " ",
+    " ",
+    "; ",
+    ";",
+    " and ",
+    "\n",
+    ",\n",
+    " | ",
+    " / ",
+    "  ",
 )
-DESCENDING = Wordings(
-    "descending",
-    seen=(
-        "Sort {xs} descending.",
-        "Sort descending: {xs}",
-        "Sort {xs} in descending order.",
-        "Sort from largest to smallest: {xs}",
-        "Sort {xs} from large to small",
-        "Order {xs}, largest first",
-        "Sort {xs}, largest first.",
-        "Sort largest first: {xs}",
-        "Put these in descending order: {xs}",
-        "Put {xs} in descending order.",
-        "Arrange {xs} from largest to smallest.",
-        "Order {xs} from greatest to least.",
-        "List {xs} in decreasing order.",
-        "Sort high to low: {xs}",
-        "Rank these from largest to smallest: {xs}",
-        "Sort {xs} in reverse order.",
-        "Sort {xs}, biggest first",
-        "Can you sort {xs} from largest to smallest?",
-        "{xs} in descending order",
-        "Could you sort these, largest first: {xs}",
-    ),
-    held_out=(
-        "Could you put these numbers in descending order: {xs}",
-        "Please order the list {xs} from largest to smallest",
-        "Tell me {xs} in decreasing order.",
-    ),
-)
-LARGEST = Wordings(
-    "largest",
-    seen=(
-        "What is the largest of {xs}?",
-        "What is the biggest number in {xs}?",
-        "Which is the largest: {xs}?",
-        "Find the maximum of {xs}.",
-        "max({xs})",
-        "Maximum of {xs}",
-        "Largest number: {xs}",
-        "What is the greatest of {xs}?",
-        "Which number is the biggest: {xs}",
-        "Find the largest number in the list {xs}.",
-    ),
-    held_out=("Tell me the largest of {xs}", "Which of {xs} is the biggest?"),
-)
-SMALLEST = Wordings(
-    "smallest",
-    seen=(
-        "What is the smallest of {xs}?",
-        "What is the lowest number in {xs}?",
-        "Which is the smallest: {xs}?",
-        "Find the minimum of {xs}.",
-        "min({xs})",
-        "Minimum of {xs}",
-        "Smallest number: {xs}",
-        "What is the least of {xs}?",
-        "Which number is the smallest: {xs}",
-        "Find the smallest number in the list {xs}.",
-    ),
-    held_out=("Tell me the smallest of {xs}", "Which of {xs} is the lowest?"),
-)
-SEEN_SEPARATORS = (", ", ", ", ", ", ",", " ", " ", "; ", " and ", "\n")
+MIXED = (", ", ",", " ", "; ", "  ", " and ", ", and ")
 HELD_OUT_SEPARATORS = (", ", " ,", " ; ", ",  ")
 
 
@@ -119,6 +38,8 @@ def joined(rng: Random, items: list[int], *, held_out: bool) -> str:
     """Return a list as people type it."""
     separator = rng.choice(HELD_OUT_SEPARATORS if held_out else SEEN_SEPARATORS)
     text = separator.join(map(str, items))
+    if not held_out and rng.random() < 0.1:
+        return "".join(f"{item}{rng.choice(MIXED)}" for item in items[:-1]) + str(items[-1])
     if separator == ", " and len(items) > 2 and rng.random() < 0.15:
         text = ", ".join(map(str, items[:-1])) + f" and {items[-1]}"
     return f"[{text}]" if separator in (", ", ",") and rng.random() < 0.12 else text
@@ -133,12 +54,12 @@ def random_list(rng: Random, length: int) -> list[int]:
 
 def sorting(rng: Random, *, held_out: bool) -> Problem:
     """Ask for two to eight numbers in order, or for the largest or smallest of them."""
-    items = random_list(rng, rng.randint(2, LONGEST_LIST))
+    items = random_list(rng, rng.choice((2, 3, 4, 5, 6, 7, 7, 8, 8)))
     wordings = rng.choices((ASCENDING, DESCENDING, LARGEST, SMALLEST), (10, 5, 1, 1))[0]
     asked = wordings.ask(rng, {"xs": joined(rng, items, held_out=held_out)}, held_out=held_out)
     largest_first = wordings in (DESCENDING, LARGEST)
     ordered = sorted(items, reverse=largest_first)
-    steps = f"{numbered(items)} | "
+    steps = f"{' '.join(tagged(items))} | "
     value: Json
     if wordings in (LARGEST, SMALLEST):
         name = "largest" if largest_first else "smallest"
@@ -161,18 +82,18 @@ def sorting(rng: Random, *, held_out: bool) -> Problem:
     )
 
 
-def numbered(items: list[int]) -> str:
-    """Return `1:345 2:012 3:007`, the list in equal widths with its items counted."""
-    return " ".join(f"{i}:{item:03d}" for i, item in enumerate(items, start=1))
+def tagged(items: list[int]) -> list[str]:
+    """Return `a345 b012 c007`: equal widths, and a letter each, so that copies cannot slip."""
+    return [f"{letter}{item:03d}" for letter, item in zip(ascii_lowercase, items, strict=False)]
 
 
 def selection_steps(items: list[int], *, largest_first: bool) -> str:
-    """Return `007: 345 012 | 012: 345 | 345:`: pick one, list what is left, go on."""
-    left = list(items)
+    """Return `c007: a345 b012 | b012: a345 | a345:`: pick one, list what is left, go on."""
+    left = tagged(items)
+    direction = -1 if largest_first else 1
     steps = []
     while left:
-        pick = max(left) if largest_first else min(left)
+        pick = min(left, key=lambda tag: direction * int(tag[1:]))
         left.remove(pick)
-        rest = "".join(f" {item:03d}" for item in left)
-        steps.append(f"{pick:03d}:{rest}")
+        steps.append(" ".join([f"{pick}:", *left]))
     return " | ".join(steps)

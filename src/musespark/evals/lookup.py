@@ -8,45 +8,13 @@ from dataclasses import dataclass
 from random import Random
 
 from musespark.evals.conversation import Message, Problem, Reasoning
-from musespark.evals.phrasing import Wordings
+from musespark.evals.phrasing import WORDINGS
 from musespark.evals.vocabulary import NAMES, WORDS, random_letters
 
 LONGEST_DISTANCE = 320
-FAR = 128
+NEAR = 64
 
-ASKING = Wordings(
-    "lookup",
-    seen=(
-        "What is {k}?",
-        "What is the value of {k}?",
-        "Value of {k}?",
-        "Give me {k}.",
-        "Give me the value of {k}",
-        "Look up {k}.",
-        "Find {k}.",
-        "Which value belongs to {k}?",
-        "What value does {k} have?",
-        "What does {k} equal?",
-        "{k}?",
-        "{k} is what?",
-        "Tell me {k}.",
-        "Now tell me the value of {k}",
-        "What was {k}?",
-        "What did I say {k} is?",
-        "Can you look up {k}?",
-        "Show me the entry for {k}",
-        "What is listed under {k}?",
-        "Read me {k}",
-        "I need {k}",
-        "Do you see {k}? What is it?",
-    ),
-    held_out=(
-        "Could you find the value of {k}?",
-        "Tell me what {k} is",
-        "Which value does {k} have?",
-        "Please look up the value of {k}.",
-    ),
-)
+ASKING = WORDINGS["lookup"]
 
 
 @dataclass(frozen=True)
@@ -59,23 +27,56 @@ class Layout:
     ending: str
 
 
-SEEN_LAYOUTS = (
-    Layout("Notes: ", "{k}={v}", ", ", ". "),
-    Layout("Table: ", "{k} is {v}", ". ", ". "),
-    Layout("Remember: ", "{k}: {v}", "; ", ". "),
-    Layout("", "{k} = {v}", "\n", "\n"),
-    Layout("List:\n", "{k}: {v}", "\n", "\n\n"),
-    Layout("List:\n", "- {k}: {v}", "\n", "\n"),
-    Layout("Data: ", '"{k}": {v}', ", ", ". "),
-    Layout("Here are the values: ", "{k} has {v}", ", ", ". "),
-    Layout("Given ", "{k}={v}", " ", ". "),
-    Layout("Prices: ", "{k} {v}", ", ", ". "),
-    Layout("Codes - ", "{k} -> {v}", "; ", ". "),
+OPENINGS = (
+    "Notes: ",
+    "Table: ",
+    "Remember: ",
+    "Data: ",
+    "Here are the values: ",
+    "Given ",
+    "Prices: ",
+    "Codes - ",
+    "My list: ",
+    "Facts: ",
+    "I know that ",
+    "",
 )
+LINE_OPENINGS = ("List:\n", "", "Table:\n", "Notes:\n", "The values are\n", "Read this:\n\n")
+ENTRIES = (
+    "{k}={v}",
+    "{k} = {v}",
+    "{k}: {v}",
+    "{k} : {v}",
+    "{k} is {v}",
+    "{k} has {v}",
+    "{k} {v}",
+    "{k} -> {v}",
+    "{k}->{v}",
+    "{k} - {v}",
+    "{k} equals {v}",
+    '"{k}": {v}',
+    '"{k}": "{v}"',
+    "({k}, {v})",
+    "{k} costs {v}",
+    "the {k} is {v}",
+)
+LINE_ENTRIES = (*ENTRIES, "- {k}: {v}", "* {k} = {v}", "{k}\t{v}", "| {k} | {v} |", "- {k} is {v}")
+SEPARATORS = (", ", ". ", "; ", " ", ",", " | ")
+
+
+def seen_layout(rng: Random) -> Layout:
+    """Return a way to write notes down: in one line, or a line for each."""
+    if rng.random() < 0.4:
+        ending = rng.choice(("\n", "\n\n"))
+        return Layout(rng.choice(LINE_OPENINGS), rng.choice(LINE_ENTRIES), "\n", ending)
+    return Layout(rng.choice(OPENINGS), rng.choice(ENTRIES), rng.choice(SEPARATORS), ". ")
+
+
 HELD_OUT_LAYOUTS = (
     Layout("Values: ", "{k}: {v}", ", ", ". "),
     Layout("Here is a list:\n", "{k} is {v}", "\n", "\n"),
     Layout("Given: ", "{k} = {v}", "; ", ". "),
+    Layout("We have ", "{k} as {v}", ", ", ". "),
 )
 
 
@@ -90,14 +91,14 @@ def far_lookup(rng: Random, *, held_out: bool) -> Problem:
 
 
 def lookup_at(rng: Random, distance: int, *, held_out: bool) -> Problem:
-    """Ask for a value about `distance` tokens back; of near look-ups, 1 in 12 has no such key."""
-    layout = rng.choice(HELD_OUT_LAYOUTS if held_out else SEEN_LAYOUTS)
+    """Ask for a value about `distance` tokens back; some near look-ups find no such key."""
+    layout = rng.choice(HELD_OUT_LAYOUTS) if held_out else seen_layout(rng)
     entries = _entries(rng, layout, distance + rng.randint(0, 40))
     texts = [layout.entry.format(k=k, v=v) for k, v in entries]
     typical_question = 20
     key, value = entries[_entry_at(texts, layout, distance - typical_question)]
     asked = ASKING.ask(rng, {"k": key}, held_out=held_out)
-    missing = distance < FAR and rng.random() < 0.08
+    missing = distance < NEAR and rng.random() < 0.15
     if missing:
         texts.remove(layout.entry.format(k=key, v=value))
     notes = layout.opening + layout.separator.join(texts)

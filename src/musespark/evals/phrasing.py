@@ -4,8 +4,10 @@ Every kind of question has its templates in two sets: those used in training and
 it, which measure whether the model reads a question or remembers a sentence.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from random import Random
 from string import Formatter
 
@@ -16,16 +18,42 @@ OPENINGS = (
     "Hi! ",
     "hello, ",
     "ok, ",
+    "ok ",
     "now ",
-    "can you tell me: ",
-    "I have a question: ",
-    "Question: ",
-    "quick one: ",
     "so ",
-    "tell me, ",
+    "then ",
+    "well, ",
     "um, ",
-    "Q: ",
+    "right, ",
+    "can you tell me: ",
+    "can you do this: ",
+    "could you help me? ",
+    "do you know this: ",
+    "I have a question: ",
+    "my question is: ",
+    "here is my question: ",
+    "I was wondering: ",
+    "I wonder: ",
+    "let me ask: ",
+    "just tell me: ",
+    "tell me, ",
+    "help me with this: ",
+    "please help: ",
+    "excuse me, ",
+    "Spark-Mini, ",
+    "hey Spark-Mini, ",
+    "dear model, ",
+    "my teacher asks: ",
+    "for my homework: ",
+    "quick one: ",
     "one more: ",
+    "another one: ",
+    "next: ",
+    "Question: ",
+    "Q: ",
+    "Task: ",
+    "Exercise: ",
+    "Problem: ",
 )
 CLOSINGS = (
     " please",
@@ -33,14 +61,34 @@ CLOSINGS = (
     " thanks",
     " Thanks!",
     " thank you",
+    " Thank you very much.",
     ", thx",
     " pls",
+    " for me",
+    ", ok?",
+    " asap",
+    " :)",
+    "...",
+    " Can you do that?",
+    " Do you know?",
+    " I am not sure.",
+    " It is for school.",
+    " I need it now.",
+    " Show your work.",
+    " Think carefully.",
+    " Take your time.",
+    " Just the answer.",
 )
+FILLERS = ("just", "please", "now", "really", "quickly", "maybe", "kindly", "also", "actually")
 ENDINGS = ("", "", "", "?", ".", "!", "??", " ?")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-TIDY_SHARE = 0.4
-TYPO_SHARE = 0.15
+TIDY_SHARE = 0.3
+TYPO_SHARE = 0.12
+FILLER_SHARE = 0.06
+OPENING_SHARE = 0.25
+CLOSING_SHARE = 0.15
+ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
 
 
 @dataclass(frozen=True)
@@ -53,7 +101,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Wordings:
-    """The templates of one kind of question."""
+    """The templates of one kind of question.
+
+    Slots stand in braces; square brackets hold alternatives, one of which is chosen:
+    "[Reverse|Flip] {w}". Every expansion of a held-out template is unlike every one seen.
+    """
 
     name: str
     seen: tuple[str, ...]
@@ -64,8 +116,40 @@ class Wordings:
         templates = self.held_out if held_out else self.seen
         index = rng.randrange(len(templates))
         kind = "held" if held_out else "seen"
-        question = typed_by_hand(rng, templates[index], slots)
+        question = typed_by_hand(rng, expanded(rng, templates[index]), slots)
         return Asked(question, f"{self.name}/{kind}-{index}")
+
+
+def read_wordings() -> dict[str, Wordings]:
+    """Read every file in wordings/, whose README says how they are written."""
+    found = {}
+    for file in (resources.files("musespark.evals") / "wordings").iterdir():
+        if file.name.endswith(".txt"):
+            for wordings in parse_wordings(file.read_text(encoding="utf-8")):
+                found[wordings.name] = wordings
+    return found
+
+
+def parse_wordings(text: str) -> Iterator[Wordings]:
+    """Yield the wordings of one file."""
+    head, *sections = re.split(r"^== ", text, flags=re.MULTILINE)
+    named = dict(re.findall(r"^(\$\w+) = (.*)$", head, flags=re.MULTILINE))
+    for section in sections:
+        title, _, body = section.partition("\n")
+        lines = [_with_names(line, named) for line in body.splitlines() if line]
+        border = lines.index("-- held out")
+        yield Wordings(title, tuple(lines[:border]), tuple(lines[border + 1 :]))
+
+
+def _with_names(line: str, named: Mapping[str, str]) -> str:
+    for name, alternatives in named.items():
+        line = line.replace(f"[{name}]", f"[{alternatives}]")
+    return line.replace("\\n", "\n")
+
+
+def expanded(rng: Random, template: str) -> str:
+    """Return a template with one of each pair of brackets' alternatives chosen."""
+    return ALTERNATIVES.sub(lambda match: rng.choice(match[1].split("|")), template)
 
 
 def typed_by_hand(rng: Random, template: str, slots: Mapping[str, str]) -> str:
@@ -76,10 +160,12 @@ def typed_by_hand(rng: Random, template: str, slots: Mapping[str, str]) -> str:
         literals = [change_case(text) for text in literals]
         if rng.random() < TYPO_SHARE:
             literals = _with_typo(rng, literals)
+        if rng.random() < FILLER_SHARE:
+            literals = _with_filler(rng, literals)
         literals[-1] = literals[-1].rstrip("?.! ") + rng.choice(ENDINGS)
-        if rng.random() < 0.15:
+        if rng.random() < OPENING_SHARE:
             literals[0] = rng.choice(OPENINGS) + _uncapitalised(literals[0])
-        if rng.random() < 0.1:
+        if rng.random() < CLOSING_SHARE:
             literals[-1] += rng.choice(CLOSINGS)
     filled = [text for pair in zip(literals, names, strict=False) for text in (pair[0], pair[1])]
     return "".join(slots[part] if i % 2 else part for i, part in enumerate(filled)) + literals[-1]
@@ -136,3 +222,23 @@ def _with_typo(rng: Random, literals: list[str]) -> list[str]:
     )
     changed = text[:at] + wrong + text[at + 2 :]
     return [*literals[:part], changed, *literals[part + 1 :]]
+
+
+def _with_filler(rng: Random, literals: list[str]) -> list[str]:
+    """Return the literals with a word that says nothing at one of their spaces."""
+    places = [
+        (part, at)
+        for part, text in enumerate(literals)
+        for at in range(1, len(text) - 1)
+        if text[at] == " " and text[at - 1].isalpha() and text[at + 1].isalpha()
+    ]
+    if not places:
+        return literals
+    part, at = rng.choice(places)
+    text = literals[part]
+    changed = f"{text[:at]} {rng.choice(FILLERS)}{text[at:]}"
+    return [*literals[:part], changed, *literals[part + 1 :]]
+
+
+WORDINGS: Mapping[str, Wordings] = read_wordings()
+"""The wordings of all kinds of questions, by name."""

@@ -1,7 +1,7 @@
 """Calling one of a few tools with ATEM bodies, and using what it returns."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -15,8 +15,8 @@ from musespark.evals.conversation import (
     ToolCall,
     ToolUse,
 )
-from musespark.evals.phrasing import Wordings
-from musespark.evals.vocabulary import NAMES, PLACES, WORDS, pronounceable
+from musespark.evals.phrasing import WORDINGS, Wordings
+from musespark.evals.vocabulary import NAMES, PLACES, WORDS, pronounceable, random_letters
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Skill:
 
     names: tuple[str, ...]
     held_out_names: tuple[str, ...]
-    description: str
+    descriptions: tuple[str, ...]
     parameters: tuple[tuple[Parameter, ...], ...]
     wordings: Wordings
     use: Callable[[Random], Use]
@@ -102,7 +102,11 @@ SKILLS = (
     Skill(
         names=("calculator.multiply", "multiply", "math.multiply", "calc.mul", "times"),
         held_out_names=("arithmetic.multiply", "multiply_numbers"),
-        description="Multiply two numbers.",
+        descriptions=(
+            "Multiply two numbers.",
+            "Multiply a by b.",
+            "Returns the product of two integers.",
+        ),
         parameters=(_integers("a", "b"), _integers("x", "y"), _integers("first", "second")),
         wordings=MULTIPLICATION,
         use=_product,
@@ -110,189 +114,97 @@ SKILLS = (
     Skill(
         names=("calculator.divide", "divide", "math.divide", "calc.div"),
         held_out_names=("arithmetic.divide", "divide_numbers"),
-        description="Divide two numbers.",
-        parameters=(_integers("a", "b"), _integers("x", "y"), _integers("first", "second")),
-        wordings=Wordings(
-            "division",
-            seen=(
-                "What is {a} / {b}?",
-                "{a} / {b}",
-                "{a}/{b}",
-                "{a} \u00f7 {b}",
-                "{a} : {b}",
-                "What is {a} divided by {b}?",
-                "Divide {a} by {b}.",
-                "Calculate {a} / {b}.",
-                "{a} divided by {b}",
-                "How much is {a} / {b}?",
-                "Share {a} sweets among {b} children. How many does each get?",
-                "How many times does {b} go into {a}?",
-            ),
-            held_out=("Could you work out {a} divided by {b}?", "I need {a} / {b}"),
+        descriptions=(
+            "Divide two numbers.",
+            "Divide the first number by the second.",
+            "Returns a quotient.",
         ),
+        parameters=(_integers("a", "b"), _integers("x", "y"), _integers("first", "second")),
+        wordings=WORDINGS["division"],
         use=_quotient,
     ),
     Skill(
         names=("weather.get", "get_weather", "weather", "forecast.today", "weather.now"),
         held_out_names=("weather.lookup", "current_weather"),
-        description="Get the weather in a city.",
-        parameters=(_strings("city"), _strings("place"), _strings("location")),
-        wordings=Wordings(
-            "weather",
-            seen=(
-                "What is the weather in {x}?",
-                "What's the weather like in {x}?",
-                "How is the weather in {x}?",
-                "Weather in {x}",
-                "weather {x}",
-                "Is it raining in {x}?",
-                "Tell me the weather in {x}",
-                "Do I need a coat in {x}?",
-                "How warm is it in {x}?",
-                "Get the weather for {x}.",
-                "Is it sunny in {x} today?",
-                "What is the temperature in {x}?",
-            ),
-            held_out=("Could you check the weather in {x}?", "How cold is it in {x} today?"),
+        descriptions=(
+            "Get the weather in a city.",
+            "The weather today.",
+            "Weather forecast for a place.",
         ),
+        parameters=(_strings("city"), _strings("place"), _strings("location")),
+        wordings=WORDINGS["weather"],
         use=_about(PLACES, _weather),
     ),
     Skill(
         names=("clock.time", "get_time", "time.now", "world_clock", "clock.now"),
         held_out_names=("time.lookup", "local_time"),
-        description="Get the time in a city.",
-        parameters=(_strings("city"), _strings("place"), _strings("location")),
-        wordings=Wordings(
-            "time",
-            seen=(
-                "What time is it in {x}?",
-                "What is the time in {x}?",
-                "Time in {x}",
-                "time {x}",
-                "Tell me the time in {x}.",
-                "How late is it in {x}?",
-                "Get the time for {x}.",
-                "What time is it now in {x}?",
-                "Is it night in {x}? What time is it?",
-                "Local time in {x}?",
-            ),
-            held_out=("Could you check the time in {x}?", "Do you know what time it is in {x}?"),
+        descriptions=(
+            "Get the time in a city.",
+            "What time it is somewhere.",
+            "Current local time.",
         ),
+        parameters=(_strings("city"), _strings("place"), _strings("location")),
+        wordings=WORDINGS["time"],
         use=_about(PLACES, _clock),
     ),
     Skill(
         names=("phonebook.find", "find_number", "contacts.phone", "phone_lookup"),
         held_out_names=("contacts.lookup", "get_phone_number"),
-        description="Find a phone number.",
-        parameters=(_strings("name"), _strings("person"), _strings("who")),
-        wordings=Wordings(
-            "phone",
-            seen=(
-                "What is the phone number of {x}?",
-                "What is {x}'s phone number?",
-                "Phone number of {x}",
-                "Find {x}'s number.",
-                "How can I call {x}?",
-                "Look up the phone number of {x}",
-                "Give me the number of {x}.",
-                "I want to call {x}",
-                "Number for {x}?",
-                "Do you have {x}'s phone number?",
-            ),
-            held_out=("Could you find the phone number of {x}?", "I need to call {x}"),
+        descriptions=(
+            "Find a phone number.",
+            "Look up the phone number of a person.",
+            "Telephone book.",
         ),
+        parameters=(_strings("name"), _strings("person"), _strings("who")),
+        wordings=WORDINGS["phone"],
         use=_about(NAMES, _digits),
     ),
     Skill(
         names=("stock.count", "inventory.check", "count_stock", "warehouse.count"),
         held_out_names=("inventory.lookup", "check_stock"),
-        description="Count an item in stock.",
-        parameters=(_strings("item"), _strings("product"), _strings("name")),
-        wordings=Wordings(
-            "stock",
-            seen=(
-                "How many {x} are in stock?",
-                "Do we have {x} in stock?",
-                "Stock of {x}",
-                "Check the stock of {x}.",
-                "How much {x} do we have?",
-                "Is {x} in stock?",
-                "Count the {x} in stock",
-                "How many {x} are left in the store?",
-                "Inventory of {x}",
-                "Look up the stock of {x}",
-            ),
-            held_out=("Could you check if we have {x} in stock?", "How many {x} do we have?"),
+        descriptions=(
+            "Count an item in stock.",
+            "How many of an item are in stock.",
+            "Stock of a product.",
         ),
+        parameters=(_strings("item"), _strings("product"), _strings("name")),
+        wordings=WORDINGS["stock"],
         use=_about(WORDS, lambda rng: str(rng.randint(0, 999))),
     ),
     Skill(
         names=("dictionary.define", "define", "get_definition", "dictionary.find"),
         held_out_names=("dictionary.lookup", "define_word"),
-        description="Define a word.",
-        parameters=(_strings("word"), _strings("term"), _strings("text")),
-        wordings=Wordings(
-            "definition",
-            seen=(
-                "What does {x} mean?",
-                "What does the word {x} mean?",
-                "Define {x}.",
-                "Definition of {x}",
-                "What is the meaning of {x}?",
-                "Meaning of {x}?",
-                "Explain the word {x}.",
-                "Look up {x} in the dictionary.",
-                "Give me a definition of {x}",
-                "Can you define {x}?",
-            ),
-            held_out=("Could you tell me what {x} means?", "I need the definition of {x}"),
+        descriptions=(
+            "Define a word.",
+            "The meaning of a word.",
+            "Look a word up in the dictionary.",
         ),
+        parameters=(_strings("word"), _strings("term"), _strings("text")),
+        wordings=WORDINGS["definition"],
         use=_about(WORDS, _two_words),
     ),
     Skill(
         names=("translate.word", "translate", "translator.run", "languages.translate"),
         held_out_names=("translation.lookup", "translate_word"),
-        description="Translate a word.",
-        parameters=(_strings("word", "language"), _strings("text", "to"), _strings("text", "into")),
-        wordings=Wordings(
-            "translation",
-            seen=(
-                "Translate {x} to {y}.",
-                "Translate {x} into {y}.",
-                "Translate the word {x} to {y}",
-                "What is {x} in {y}?",
-                "How do you say {x} in {y}?",
-                "{x} in {y}",
-                "{y} for {x}?",
-                "What is the {y} word for {x}?",
-                "Say {x} in {y}.",
-                "Give me {x} in {y}",
-            ),
-            held_out=("Could you translate {x} into {y}?", "I need the {y} word for {x}"),
+        descriptions=(
+            "Translate a word.",
+            "Translate a word into a language.",
+            "Returns a translation.",
         ),
+        parameters=(_strings("word", "language"), _strings("text", "to"), _strings("text", "into")),
+        wordings=WORDINGS["translation"],
         use=_foreign,
     ),
     Skill(
         names=("calendar.events", "get_events", "agenda.day", "calendar.count"),
         held_out_names=("calendar.lookup", "check_calendar"),
-        description="Count the events of a day.",
-        parameters=(_strings("day"), _strings("date"), _strings("when")),
-        wordings=Wordings(
-            "events",
-            seen=(
-                "What is on my calendar on {x}?",
-                "Do I have anything on {x}?",
-                "Am I busy on {x}?",
-                "How many events do I have on {x}?",
-                "Check my calendar for {x}.",
-                "Events on {x}",
-                "Am I free on {x}?",
-                "How busy is {x}?",
-                "What do I have planned on {x}?",
-                "My agenda for {x}",
-            ),
-            held_out=("Could you check my calendar for {x}?", "Is there anything on {x}?"),
+        descriptions=(
+            "Count the events of a day.",
+            "Calendar of a day.",
+            "The events on a day.",
         ),
+        parameters=(_strings("day"), _strings("date"), _strings("when")),
+        wordings=WORDINGS["events"],
         use=_reminder,
     ),
 )
@@ -300,14 +212,35 @@ MULTIPLYING = SKILLS[0]
 UNRELATED_TO_REFUSALS = frozenset({"stock", "events"})
 """Skills, by the name of their wordings, that no question to be refused could be put to."""
 
+PROPERTIES = tuple(
+    """
+    address age author balance capacity category code color cost date depth destination distance
+    duration email fare floor grade height holder label language leader length level limit mass
+    model mood number origin owner password population position price quality rank rating result
+    room salary score shape size speed status street temperature title topic type user value
+    version volume weight width winner year
+    """.split()  # noqa: SIM905
+)
+THINGS = tuple(
+    """
+    account album animal book bottle bridge building bus camera car card city client company
+    contract country course customer device document employee event file film flight game garden
+    guest hotel house invoice island lake letter library machine map member meeting message mine
+    movie museum order package paper patient phone plane planet plant player product project recipe
+    river road robot school server ship shop song star station street student team ticket tower
+    train tree truck user village
+    """.split()  # noqa: SIM905
+)
+MADE_UP = WORDINGS["made-up"]
+MADE_UP_SHARE = 0.4
+INVENTED_NAMES = 0.35
+
 
 def tool_calling(rng: Random, *, held_out: bool) -> Problem:
     """Ask for something that one of one to four tools on offer can do."""
-    weights = [3.0 if skill is MULTIPLYING else 1.0 for skill in SKILLS]
-    skill = rng.choices(SKILLS, weights)[0]
+    skill = _some_skill(rng)
     tool = _tool(rng, skill, held_out=held_out)
-    others = [s for s in SKILLS if s is not skill]
-    offered = [tool, *(_tool(rng, s, held_out=held_out) for s in _some(rng, others))]
+    offered = list(_with_distinct_names([*_distractors(rng, skill, held_out=held_out), tool]))
     rng.shuffle(offered)
     use = skill.use(rng)
     arguments = dict(zip((p.name for p in tool.parameters), use.arguments, strict=True))
@@ -315,7 +248,7 @@ def tool_calling(rng: Random, *, held_out: bool) -> Problem:
     listed = " ".join(f"{name}={value}" for name, value in arguments.items())
     return Problem(
         task="tools",
-        key=f"tools {skill.description} {' '.join(map(str, use.arguments))} {use.result}",
+        key=f"tools {skill.descriptions[0]} {' '.join(map(str, use.arguments))} {use.result}",
         question=asked.question,
         phrasing=asked.phrasing,
         reasoning=Reasoning(
@@ -337,17 +270,85 @@ def unneeded_tools(rng: Random, task: str) -> tuple[Tool, ...]:
         skills = [s for s in SKILLS if s.wordings.name in UNRELATED_TO_REFUSALS]
     else:
         skills = [s for s in SKILLS if s.wordings.name != task]
+        skills += [_made_up_skill(rng) for _ in range(4)]
     count = rng.randint(1, min(3, len(skills)))
-    return tuple(_tool(rng, skill, held_out=False) for skill in rng.sample(skills, count))
+    return _with_distinct_names(
+        _tool(rng, skill, held_out=False) for skill in rng.sample(skills, count)
+    )
 
 
-def _some(rng: Random, skills: list[Skill]) -> list[Skill]:
-    return rng.sample(skills, rng.choices((0, 1, 2, 3), (3, 3, 2, 1))[0])
+def _some_skill(rng: Random) -> Skill:
+    if rng.random() < MADE_UP_SHARE:
+        return _made_up_skill(rng)
+    weights = [3.0 if skill is MULTIPLYING else 1.0 for skill in SKILLS]
+    return rng.choices(SKILLS, weights)[0]
+
+
+def _made_up_skill(rng: Random) -> Skill:
+    """Return a tool nobody has seen: it looks up one property of one kind of thing."""
+    what, thing = rng.choice(PROPERTIES), rng.choice(THINGS)
+    return Skill(
+        names=(f"get_{what}", f"{thing}.{what}", f"{thing}_{what}", f"{thing}s.get_{what}"),
+        held_out_names=(f"read_{what}", f"{thing}db.{what}"),
+        descriptions=(
+            f"Get the {what} of a {thing}.",
+            f"Find the {what} of a {thing} by name.",
+            f"The {what} of a {thing}.",
+            f"Returns a {thing}'s {what}.",
+        ),
+        parameters=(_strings("name"), _strings(thing), _strings("id"), _strings("key")),
+        wordings=Wordings(
+            "made-up",
+            tuple(line.replace("@what", what).replace("@thing", thing) for line in MADE_UP.seen),
+            tuple(
+                line.replace("@what", what).replace("@thing", thing) for line in MADE_UP.held_out
+            ),
+        ),
+        use=_about(rng.choice((NAMES, PLACES, WORDS)), _some_value),
+    )
+
+
+def _some_value(rng: Random) -> str:
+    return rng.choice((str(rng.randint(0, 9999)), rng.choice(WORDS), _two_words(rng)))
+
+
+def _distractors(rng: Random, skill: Skill, *, held_out: bool) -> list[Tool]:
+    """Return no to three tools that are not the one to call, nor could be taken for it."""
+    count = rng.choices((0, 1, 2, 3), (2, 3, 2, 1))[0]
+    others = [s for s in SKILLS if s is not skill]
+    made_up = [_made_up_skill(rng) for _ in range(3)]
+    if skill not in SKILLS:
+        wanted = skill.descriptions[0].split()
+        made_up = [s for s in made_up if not set(s.descriptions[0].split()[2:6:3]) & set(wanted)]
+    skills = [*rng.sample(others, 3), *made_up]
+    return [_tool(rng, s, held_out=held_out) for s in rng.sample(skills, min(count, len(skills)))]
+
+
+def _with_distinct_names(tools: Iterable[Tool]) -> tuple[Tool, ...]:
+    return tuple({tool.name: tool for tool in tools}.values())
 
 
 def _tool(rng: Random, skill: Skill, *, held_out: bool) -> Tool:
-    name = rng.choice(skill.held_out_names if held_out else skill.names)
-    return Tool(name, skill.description, rng.choice(skill.parameters))
+    """Return a tool under one of its skill's names, or under one that says nothing."""
+    parameters = rng.choice(skill.parameters)
+    if rng.random() < INVENTED_NAMES:
+        name = _invented_name(rng)
+        if rng.random() < 0.5:
+            parameters = tuple(
+                Parameter(other, p.kind)
+                for p, other in zip(parameters, rng.sample(WORDS, len(parameters)), strict=True)
+            )
+    else:
+        name = rng.choice(skill.held_out_names if held_out else skill.names)
+    return Tool(name, rng.choice(skill.descriptions), parameters)
+
+
+def _invented_name(rng: Random) -> str:
+    first, second = rng.choice(WORDS), rng.choice(WORDS)
+    letters = random_letters(rng, 2, 5)
+    return rng.choice(
+        (first, f"{first}.{second}", f"{first}_{second}", f"{first}.{letters}", letters, first[:4])
+    )
 
 
 def _reported(rng: Random, result: str) -> str:

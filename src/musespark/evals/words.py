@@ -3,123 +3,13 @@
 from random import Random
 
 from musespark.evals.conversation import Problem, Reasoning
-from musespark.evals.phrasing import Wordings
+from musespark.evals.phrasing import WORDINGS
 from musespark.evals.vocabulary import LETTERS, in_some_case, single_word
 
-REVERSING = Wordings(
-    "reversing",
-    seen=(
-        "Reverse the word {w}.",
-        "Reverse {w}",
-        "reverse {w}",
-        'Reverse "{w}".',
-        "Reverse '{w}'",
-        "Spell {w} backwards.",
-        "Spell the word {w} backwards.",
-        'Spell "{w}" in reverse.',
-        "What is {w} reversed?",
-        "What is {w} backwards?",
-        "What is {w} spelled backwards?",
-        "Write {w} backwards.",
-        "Write the word {w} in reverse.",
-        "{w} backwards",
-        "{w} reversed",
-        "{w} in reverse",
-        "How do you spell {w} backwards?",
-        "Can you reverse {w}?",
-        "Can you spell {w} backwards?",
-        "Could you reverse the word {w} for me?",
-        "Turn {w} around.",
-        "Flip the letters of {w}.",
-        "Flip the word {w}",
-        "Give me {w} in reverse order.",
-        "Reverse the letters of {w}.",
-        "Reverse the letters in the word {w}.",
-        "Reverse this word: {w}",
-        "Say {w} backwards.",
-        "Read {w} backwards.",
-        "Read {w} from right to left.",
-        "Reversal of {w}",
-        "Show {w} reversed",
-    ),
-    held_out=(
-        "Tell me {w} backwards.",
-        "I need {w} spelled in reverse",
-        "Please give me the word {w} reversed",
-        "How would {w} be written backwards?",
-        "Could you write {w} in reverse?",
-    ),
-)
-COUNT_LETTER = Wordings(
-    "count-letter",
-    seen=(
-        "How many times does {c} appear in {w}?",
-        "How many times does the letter {c} appear in {w}?",
-        "Count the letter {c} in {w}.",
-        "Count the {c}s in {w}",
-        "How many {c} in {w}?",
-        "How many {c}s in {w}?",
-        "How many {c}'s in {w}?",
-        "How many {c}'s are in {w}?",
-        "How many {c}s are there in {w}?",
-        "How many {c}'s are there in the word {w}?",
-        "How many letters {c} are in the word {w}?",
-        'How many "{c}" in "{w}"?',
-        "How often does {c} occur in {w}?",
-        "How often is {c} in {w}?",
-        "Number of {c} in {w}",
-        "What is the number of {c}'s in {w}?",
-        "In {w}, how many times do you see {c}?",
-        "In the word {w}, how many {c}'s are there?",
-        "Can you count the {c}'s in {w}?",
-        "Tell me how many {c} are in {w}",
-        "Count how often {c} appears in {w}",
-        "Count {c} in {w}",
-        "How many of the letter {c} does {w} have?",
-        "Does {w} have any {c}, and how many?",
-        "Find how many times {c} is in {w}.",
-        "How many occurrences of {c} are in {w}?",
-    ),
-    held_out=(
-        "How many {c}'s does {w} contain?",
-        "Could you count the letter {c} in the word {w}?",
-        "I want to know how many {c}s are in {w}",
-        "How many times is the letter {c} in {w}?",
-        "What is the count of {c} in {w}?",
-    ),
-)
-COUNT_ALL = Wordings(
-    "count-all",
-    seen=(
-        "How many letters are in {w}?",
-        "How many letters does {w} have?",
-        "How many letters in {w}",
-        "How long is the word {w}?",
-        "Count the letters in {w}.",
-        "Count the letters of {w}",
-        "What is the length of {w}?",
-        "Length of {w}",
-        "Number of letters in {w}",
-        "How many letters are there in the word {w}?",
-    ),
-    held_out=("Can you count all letters in {w}?", "Tell me how many letters {w} has"),
-)
-COUNT_VOWELS = Wordings(
-    "count-vowels",
-    seen=(
-        "How many vowels are in {w}?",
-        "How many vowels does {w} have?",
-        "How many vowels in {w}",
-        "Count the vowels in {w}.",
-        "Count the vowels of {w}",
-        "Number of vowels in {w}",
-        "How many vowels are there in the word {w}?",
-        "What is the number of vowels in {w}?",
-        "vowels in {w}?",
-        "How many of the letters in {w} are vowels?",
-    ),
-    held_out=("Can you count all vowels in {w}?", "Tell me how many vowels {w} has"),
-)
+REVERSING = WORDINGS["reversing"]
+COUNT_LETTER = WORDINGS["count-letter"]
+COUNT_ALL = WORDINGS["count-all"]
+COUNT_VOWELS = WORDINGS["count-vowels"]
 
 
 def reversing(rng: Random, *, held_out: bool) -> Problem:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from tokenizer import build
 
-from config import Recipe
 from musespark.evals.generate import training_conversations
 from musespark.evals.wire import segments
+from training.config import Recipe
+from training.tokenizer import build
 
 BUFFERED = 64
 SMALLEST_GAP = 48

@@ -3,12 +3,11 @@
 import shutil
 from pathlib import Path
 
-from generation import Generator
-from model import Decoder
-from tokenizer import main as write_tokenizer
-
 from musespark.chat import ChatFormat, Tokenizer
 from musespark.evals.run import PHRASING_TASKS, TASKS, EvalReport, evaluate
+from training.generation import Generator
+from training.model import Decoder
+from training.tokenizer import main as write_tokenizer
 
 ASSETS = Path(__file__).parent.parent / "src/musespark/assets/spark-mini"
 SEED = 1

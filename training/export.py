@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import torch
-from model import Decoder
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config import Shape
+from training.config import Shape
+from training.model import Decoder
 
 KEPT_IN_FLOAT32 = (".mlp.gate.", "residual_gate.")
 

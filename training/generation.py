@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from model import Decoder, KeyValueCache, Masks
 
-from config import Shape
+from training.config import Shape
+from training.model import Decoder, KeyValueCache, Masks
 
 GRANULARITY = 32
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Recipe, Shape
+from training.config import Recipe, Shape
 
 
 def rms(x: Tensor, eps: float) -> Tensor:

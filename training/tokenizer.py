@@ -6,7 +6,7 @@ special tokens, ATEM tags, and the words of message headers, which a pattern rec
 place (at the very start or end of the text between two special tokens), so that a question about
 the word "tool" still sees four letters.
 
-    python training/tokenizer.py src/musespark/assets/spark-mini
+    python -m training.tokenizer src/musespark/assets/spark-mini
 """
 
 import json

@@ -1,7 +1,7 @@
 """Train Spark-Mini. README.md beside this file says how; config.py holds every number.
 
-python training/train.py --out build/spark-mini
-python training/train.py --out build/spark-mini --seconds 500    # a piece; run it again
+python -m training.train --out build/spark-mini
+python -m training.train --out build/spark-mini --seconds 500    # a piece; run it again
 """
 
 import argparse
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from data import Chunk, ChunkStream
-from evaluation import evaluate_all
-from export import export, round_like_export
-from model import Decoder, Masks
 from torch import Tensor
 
-from config import RECIPE, SPARK_MINI, Recipe
+from training.config import RECIPE, SPARK_MINI, Recipe
+from training.data import Chunk, ChunkStream
+from training.evaluation import evaluate_all
+from training.export import export, round_like_export
+from training.model import Decoder, Masks
 
 LOG_EVERY = 200
 

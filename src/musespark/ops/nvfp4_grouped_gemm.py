@@ -102,13 +102,20 @@ def _multiply(x: Tensor, weights: Tensor, groups: Sequence[slice], out: Tensor) 
         for weight, rows in zip(weights, groups, strict=True):
             torch.mm(x[rows], weight, out=out[rows])
         return
-    # Small experts with few rows each: one batched product costs less than starting many.
+    # Small experts with few rows each: one batched product costs less than starting many. Shorter
+    # groups are padded with whatever rows follow; nobody reads what becomes of those.
     first, last = groups[0].start, groups[-1].stop
-    counts = torch.tensor([rows.stop - rows.start for rows in groups], device=x.device)
-    is_row = torch.arange(most, device=x.device) < counts[:, None]  # [G, most]
-    padded = x.new_zeros((len(groups), most, x.shape[1]))
-    padded[is_row] = x[first:last]
-    out[first:last] = torch.bmm(padded, weights)[is_row]
+    if last - first == len(groups) * most:
+        product = torch.bmm(x[first:last].view(len(groups), most, -1), weights)
+        out[first:last] = product.flatten(0, 1)
+        return
+    padded = [min(rows.start + i, last - 1) for rows in groups for i in range(most)]
+    kept = [
+        group * most + i for group, rows in enumerate(groups) for i in range(rows.stop - rows.start)
+    ]
+    rows_in = x.index_select(0, torch.tensor(padded, device=x.device))
+    product = torch.bmm(rows_in.view(len(groups), most, -1), weights).flatten(0, 1)
+    out[first:last] = product.index_select(0, torch.tensor(kept, device=x.device))
 
 
 def _panel_width(in_features: int, out_features: int) -> int:

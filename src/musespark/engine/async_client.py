@@ -5,7 +5,9 @@ How messages travel is the business of a `Link`: see process_client and thread_c
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -75,7 +77,11 @@ class AsyncEngineClient:
         """
         self._start_link, self._restart = start, restart
         self._loop = asyncio.get_running_loop()
+        # The engine knows requests by numbers of this client's own: a caller may use a name again
+        # while the engine still talks of the request that had it before.
         self._streams: dict[str, _Stream] = {}
+        self._number_of: dict[str, str] = {}
+        self._numbers = itertools.count()
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._death: MuseSparkError | None = None
@@ -113,14 +119,16 @@ class AsyncEngineClient:
 
     async def generate(self, request: EngineRequest) -> OutputStream:
         self._check_open()
-        if request.request_id in self._streams:
+        if request.request_id in self._number_of:
             raise RequestError(
                 f"A request named {request.request_id!r} runs already: names must differ."
             )
-        stream = _Stream(request, self._loop.create_future(), self._leave)
-        self._streams[request.request_id] = stream
+        number = str(next(self._numbers))
+        stream = _Stream(number, request, self._loop.create_future(), self._leave)
+        self._streams[number] = stream
+        self._number_of[request.request_id] = number
         self._idle.clear()
-        self._link.send(Submit(request))
+        self._link.send(Submit(dataclasses.replace(request, request_id=number)))
         try:
             await stream.accepted
         except BaseException:  # refused, dead, or nobody waits any more
@@ -129,8 +137,8 @@ class AsyncEngineClient:
         return stream
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        if request_id in self._streams:
-            self._link.send(Abort(request_id, index))
+        if (number := self._number_of.get(request_id)) is not None:
+            self._link.send(Abort(number, index))
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -181,9 +189,7 @@ class AsyncEngineClient:
             self._take_last(message)
 
     def _pass_on(self, output: EngineOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        # What comes before the acceptance is meant for an earlier request of the same name.
-        if stream is not None and stream.accepted.done():
+        if (stream := self._streams.get(output.request_id)) is not None:
             stream.push(output)
             if stream.is_finished:
                 self._remove(stream)
@@ -221,12 +227,12 @@ class AsyncEngineClient:
 
     def _leave(self, stream: "_Stream") -> None:
         """A reader has left its stream."""
-        if self._streams.get(stream.request.request_id) is stream:
+        if stream.number in self._streams:
             self._remove(stream)
-            self._link.send(Abort(stream.request.request_id))
+            self._link.send(Abort(stream.number))
 
     def _remove(self, stream: "_Stream") -> None:
-        del self._streams[stream.request.request_id]
+        del self._streams[stream.number], self._number_of[stream.name]
         if not self._streams:
             self._idle.set()
 
@@ -236,11 +242,12 @@ class _Stream:
 
     def __init__(
         self,
+        number: str,
         request: EngineRequest,
         accepted: asyncio.Future[None],
         leave: Callable[["_Stream"], None],
     ) -> None:
-        self.request, self.accepted = request, accepted
+        self.number, self.name, self.accepted = number, request.request_id, accepted
         self._leave = leave
         self._unfinished = set(range(request.params.n))
         self._pending: dict[int, list[EngineOutput]] = {}
@@ -281,7 +288,7 @@ class _Stream:
                 raise self._error
             self._changed.clear()
             await self._changed.wait()
-        return _joined(self._pending.pop(next(iter(self._pending))))
+        return _joined(self._pending.pop(next(iter(self._pending))), self.name)
 
     async def aclose(self) -> None:
         self._is_closed = True
@@ -290,22 +297,19 @@ class _Stream:
         self._leave(self)
 
 
-def _joined(outputs: list[EngineOutput]) -> EngineOutput:
-    """Consecutive deltas of one output as one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    has_logprobs = any(output.logprobs is not None for output in outputs)
+def _joined(outputs: list[EngineOutput], name: str) -> EngineOutput:
+    """Consecutive deltas of one output as one, under the caller's name of the request."""
+    first = outputs[0]
+    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
     return EngineOutput(
-        request_id=outputs[0].request_id,
-        index=outputs[0].index,
+        request_id=name,
+        index=first.index,
         token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(entry for output in outputs for entry in output.logprobs or ())
-        if has_logprobs
-        else None,
+        logprobs=tuple(logprobs) if logprobs else first.logprobs,
         finish_reason=outputs[-1].finish_reason,
-        # An output that was aborted before it ran does not know.
+        # An abort does not tell.
         num_cached_tokens=max(output.num_cached_tokens for output in outputs),
-        prompt_logprobs=outputs[0].prompt_logprobs,
+        prompt_logprobs=first.prompt_logprobs,
     )
 
 

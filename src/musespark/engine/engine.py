@@ -1,7 +1,6 @@
 """The engine: schedule, build inputs, run, sample, commit."""
 
 import dataclasses
-import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,9 @@ import torch
 from torch import Tensor
 
 from musespark.config.sampling import SamplingParams
+from musespark.config.structured_output import StructuredOutput
 from musespark.engine.client import EngineStats
+from musespark.engine.grammar import Grammar, GrammarCompiler, new_bitmask, unpack_bitmask
 from musespark.engine.inputs import InputBuilder, wanted_rows
 from musespark.engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
 from musespark.engine.sampler import Sampler, token_logprobs
@@ -65,8 +66,15 @@ class NewToken(NamedTuple):
 class Engine:
     """Runs requests together, one step at a time."""
 
-    def __init__(self, runner: Runner, layout: CacheLayout, limits: EngineLimits) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        runner: Runner,
+        layout: CacheLayout,
+        limits: EngineLimits,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`grammars` is None where output cannot be constrained."""
+        self._runner, self._grammars = runner, grammars
         self._limits = limits
         self.scheduler = Scheduler(
             layout,
@@ -77,7 +85,7 @@ class Engine:
         self._inputs = InputBuilder(layout, limits.max_num_seqs, runner.device)
         self._sampler = Sampler(limits.max_num_seqs, runner.device)
         self._outputs: dict[int, dict[int, Request]] = {}
-        self._next_id = itertools.count()
+        self._next_id = 0
         self._finished: Counter[str] = Counter()
         self._num_prompt_tokens = self._num_new_tokens = self._num_steps = 0
         self._step_seconds = self._forward_seconds = 0.0
@@ -87,31 +95,52 @@ class Engine:
         """Whether `step` would do anything."""
         return self.scheduler.has_work
 
-    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def compile_grammar(self, wanted: StructuredOutput) -> Grammar:
+        """A grammar for `add_request`; may be called from another thread.
+
+        Raises:
+            RequestError: it is no valid grammar, or this engine has no library or vocabulary for
+                grammars.
+        """
+        if self._grammars is None:
+            raise RequestError(
+                f"{wanted.kind}: this engine cannot constrain its output. It needs the extra "
+                "musespark[structured] and a model with a byte-level tokenizer."
+            )
+        return self._grammars.compile(wanted)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
+    ) -> int:
         """Queue a prompt, with `params.n` outputs; returns the request's id.
 
         Raises:
             RequestError: an empty prompt, a token outside the vocabulary, or a prompt that leaves
-                no room for an answer.
+                no room for an answer or does not fit the grammar.
         """
         limits, prompt = self._limits, tuple(prompt_token_ids)
         self._check_prompt(prompt, params)
         end_tokens = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             end_tokens |= limits.eos_token_ids
-        request_id = next(self._next_id)
         outputs = [
             Request(
-                request_id=request_id,
+                request_id=self._next_id,
                 prompt_token_ids=prompt,
                 # The prompt's log-probabilities are told once.
                 params=dataclasses.replace(params, prompt_logprobs=None) if index else params,
                 end_token_ids=end_tokens,
                 max_total_tokens=limits.max_model_len,
                 index=index,
+                constraint=None if grammar is None else grammar.constrain(prompt, end_tokens),
             )
             for index in range(params.n)
         ]
+        request_id = self._next_id
+        self._next_id += 1
         outputs[0].followers = outputs[1:]
         self._outputs[request_id] = dict(enumerate(outputs))
         self.scheduler.add(outputs[0])
@@ -182,7 +211,7 @@ class Engine:
         if any(wants_prompt_logprobs(item.request) for item in schedule):
             logits = self._take_prompt_logprobs(schedule, logits)
         requests = [item.request for item in sampling]
-        sampled = self._sampler.sample(logits, requests)
+        sampled = self._sampler.sample(logits, requests, self._forbidden(requests))
         commit = self.scheduler.commit
         if len(sampling) < len(schedule):
             for item in schedule:
@@ -205,6 +234,10 @@ class Engine:
             self._num_prompt_tokens += len(request.prompt_token_ids)
             prompt_logprobs = tuple(request.prompt_logprobs) or None
         self.scheduler.commit(item, token_id)
+        if request.constraint is not None:
+            request.constraint.accept(token_id)
+            if request.constraint.is_finished and request.finish_reason is None:
+                self.scheduler.finish(request, FinishReason.STOP)
         if request.status is RequestStatus.FINISHED:
             self._forget(request)
         return NewToken(
@@ -216,6 +249,22 @@ class Engine:
             request.num_cached_tokens or 0,
             prompt_logprobs,
         )
+
+    def _forbidden(self, requests: list[Request]) -> tuple[list[int], Tensor] | None:
+        """The rows with a grammar at work, and which tokens [n, V] it forbids in each."""
+        active = [
+            (row, request.constraint)
+            for row, request in enumerate(requests)
+            if request.constraint is not None and request.constraint.is_active
+        ]
+        if not active:
+            return None
+        vocab_size = self._limits.vocab_size
+        bitmask = new_bitmask(len(active), vocab_size)
+        for place, (_, constraint) in enumerate(active):
+            constraint.fill_allowed(bitmask, place)
+        allowed = unpack_bitmask(bitmask.to(self._runner.device), vocab_size)
+        return [row for row, _ in active], ~allowed
 
     def _take_prompt_logprobs(self, schedule: list[ScheduledRequest], logits: Tensor) -> Tensor:
         """Note the prompts' log-probabilities; returns the logits [N, V] of rows that sample."""

@@ -4,10 +4,13 @@ It waits for messages only while it has nothing to do, and never for whoever rea
 """
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from musespark.engine.client import EngineInfo, EngineOutput, EngineRequest
 from musespark.engine.engine import Engine, NewToken
+from musespark.engine.grammar import Grammar
 from musespark.engine.messages import (
     Abort,
     Accepted,
@@ -25,6 +28,14 @@ from musespark.engine.request import FinishReason
 from musespark.errors import MuseSparkError, QueueFullError, RequestError
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A request whose grammar is there, or has turned out to be none."""
+
+    request: EngineRequest
+    grammar: "Future[Grammar]"
+
+
 class EngineLoop:
     """Serves one engine to one client."""
 
@@ -36,12 +47,14 @@ class EngineLoop:
         max_queue_len: int,
     ) -> None:
         """`send` must return at once."""
-        self.inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        self.inbox: SimpleQueue[ToEngine | _Compiled] = SimpleQueue()
         self._engine, self._info, self._send = engine, info, send
         self._max_queue_len = max_queue_len
         self._number_of: dict[str, int] = {}
         self._name_of: dict[int, str] = {}
         self._num_open: dict[int, int] = {}
+        self._compilers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._compiling: dict[str, Future[Grammar]] = {}
         self._is_stopping = False
 
     def run(self) -> None:
@@ -54,9 +67,10 @@ class EngineLoop:
                 self._report([self._output(token) for token in self._engine.step()])
         for name in list(self._number_of):
             self._abort(name, None)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._send(Stopped())
 
-    def _receive(self) -> Iterable[ToEngine]:
+    def _receive(self) -> "Iterable[ToEngine | _Compiled]":
         """All messages that are there; with nothing to do, waits for one."""
         messages = [] if self._engine.has_work else [self.inbox.get()]
         try:
@@ -65,9 +79,12 @@ class EngineLoop:
         except Empty:
             return messages
 
-    def _handle(self, message: ToEngine) -> None:
+    def _handle(self, message: "ToEngine | _Compiled") -> None:
         if isinstance(message, Submit):
-            self._submit(message.request)
+            constrained = message.request.structured_output is not None
+            (self._compile if constrained else self._submit)(message.request)
+        elif isinstance(message, _Compiled):
+            self._take_compiled(message.request, message.grammar)
         elif isinstance(message, Abort):
             self._abort(message.request_id, message.index)
         elif isinstance(message, ForgetPrefixes):
@@ -75,10 +92,10 @@ class EngineLoop:
         elif isinstance(message, Shutdown):
             self._is_stopping = True
 
-    def _submit(self, request: EngineRequest) -> None:
+    def _submit(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
         try:
             self._check_queue(request)
-            number = self._engine.add_request(request.prompt_token_ids, request.params)
+            number = self._engine.add_request(request.prompt_token_ids, request.params, grammar)
         except MuseSparkError as error:
             self._send(Refused(request.request_id, type(error).__name__, str(error)))
             return
@@ -86,6 +103,24 @@ class EngineLoop:
         self._name_of[number] = request.request_id
         self._num_open[number] = request.params.n
         self._send(Accepted(request.request_id))
+
+    def _compile(self, request: EngineRequest) -> None:
+        """Make a request's grammar beside the steps, and submit the request once it is there."""
+        assert request.structured_output is not None
+        compiling = self._compilers.submit(self._engine.compile_grammar, request.structured_output)
+        self._compiling[request.request_id] = compiling
+        compiling.add_done_callback(lambda done: self.inbox.put(_Compiled(request, done)))
+
+    def _take_compiled(self, request: EngineRequest, compiled: "Future[Grammar]") -> None:
+        if self._compiling.get(request.request_id) is not compiled:
+            return  # aborted meanwhile
+        del self._compiling[request.request_id]
+        if (error := compiled.exception()) is None:
+            self._submit(request, compiled.result())
+        elif isinstance(error, MuseSparkError):
+            self._send(Refused(request.request_id, type(error).__name__, str(error)))
+        else:
+            raise error
 
     def _check_queue(self, request: EngineRequest) -> None:
         if request.request_id in self._number_of:
@@ -102,6 +137,7 @@ class EngineLoop:
             )
 
     def _abort(self, name: str, index: int | None) -> None:
+        self._compiling.pop(name, None)
         number = self._number_of.get(name)
         if number is None:
             return

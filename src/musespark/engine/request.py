@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from musespark.config.sampling import SamplingParams
 
@@ -35,6 +36,19 @@ class TokenLogprobs:
     """Of that token among all, 1 for the most likely."""
     top: tuple[tuple[int, float], ...]
     """The most likely tokens and theirs, in descending order."""
+
+
+class TokenConstraint(Protocol):
+    """What one output may still become; see grammar.Constraint."""
+
+    is_finished: bool
+
+    @property
+    def is_active(self) -> bool: ...
+
+    def fill_allowed(self, bitmask: Any, row: int) -> None: ...
+
+    def accept(self, token_id: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +89,8 @@ class Request:
     """One per prompt token, as far as they are known and if they are wanted."""
     random_key: int | None = None
     """Where its random numbers begin; None before its first token."""
+    constraint: TokenConstraint | None = None
+    """What its output must follow."""
     followers: list["Request"] = field(default_factory=list)
     """Further outputs of the same prompt, which wait for it to be in the cache."""
 

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import torch
 
+from musespark.chat.tokenizer import Tokenizer
 from musespark.checkpoint.load import Progress
+from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
 from musespark.engine.capacity import free_memory, plan_kv_cache
 from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.grammar import GrammarCompiler, has_grammar_library
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner
 from musespark.llm.loading import load_decoder
@@ -38,6 +41,7 @@ def build_engine(
         CheckpointError: files are missing, damaged, or do not fit the config.
         CapacityError: the model's length does not fit into memory.
     """
+    folder = resolve_checkpoint(str(model), revision)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = load_decoder(model, device=device, dtype=dtype, revision=revision, progress=progress)
@@ -57,6 +61,7 @@ def build_engine(
         eos_token_ids=frozenset(decoder.config.eos_token_ids),
         prefix_caching=config.enable_prefix_caching,
     )
+    grammars = _grammar_compiler(folder, decoder.config.vocab_size)
     info = EngineInfo(
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
@@ -69,6 +74,15 @@ def build_engine(
         dtype=str(decoder.dtype).removeprefix("torch."),
         kv_cache_dtype=str(plan.spec.dtype).removeprefix("torch."),
         device=str(decoder.device),
-        structured_output=False,
+        structured_output=grammars is not None,
     )
-    return Engine(ModelRunner(decoder, plan.spec), layout, limits), info
+    return Engine(ModelRunner(decoder, plan.spec), layout, limits, grammars), info
+
+
+def _grammar_compiler(folder: Path, vocab_size: int) -> GrammarCompiler | None:
+    """What constrains output to grammars; None without the library or a byte-level tokenizer."""
+    if not has_grammar_library() or not (folder / "tokenizer.json").exists():
+        return None
+    tokenizer = Tokenizer.from_folder(folder)
+    vocabulary = tokenizer.vocabulary()
+    return None if vocabulary is None else GrammarCompiler(vocabulary, vocab_size)

@@ -20,8 +20,10 @@ from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
 from musespark.config.model import DecoderConfig
 from musespark.config.sampling import SamplingParams
+from musespark.config.structured_output import StructuredOutput
 from musespark.engine.request import FinishReason
 from musespark.errors import RequestError
+from musespark.llm.answer_scope import answer_scope
 from musespark.llm.building import build_engine
 from musespark.llm.generation import Generation, Output
 from musespark.llm.output_decoder import OutputDecoder
@@ -88,12 +90,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        structured_output: StructuredOutput | None = None,
     ) -> list[Completion]:
         """Complete every prompt; prompts of any mix of lengths run together.
 
         Args:
             prompts: one prompt or several; each a text, or a list of token ids.
             params: for all prompts, or one per prompt; None: the defaults.
+            structured_output: what every output must look like; None: anything.
 
         Returns:
             One completion per prompt, in order; `n` of them, side by side, where `n` asks for
@@ -102,7 +107,7 @@ class LLM:
         Raises:
             RequestError: a prompt or setting cannot be honoured; nothing has run then.
         """
-        with self.stream(prompts, params) as generation:
+        with self.stream(prompts, params, structured_output=structured_output) as generation:
             for _ in generation:
                 pass
             return generation.results()
@@ -111,6 +116,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        structured_output: StructuredOutput | None = None,
     ) -> Generation:
         """Like `generate`, as an iterator over what each step adds.
 
@@ -120,11 +127,14 @@ class LLM:
         token_prompts = [self._token_ids(prompt) for prompt in _as_list(prompts)]
         settings = _one_each(params, len(token_prompts))
         self._check_stop_texts(settings)
+        grammar = None
+        if structured_output is not None:
+            grammar = self._engine.compile_grammar(structured_output)
         outputs: dict[tuple[int, int], Output] = {}
         request_ids: list[int] = []
         try:
             for index, (prompt, setting) in enumerate(zip(token_prompts, settings, strict=True)):
-                request_ids.append(self._engine.add_request(prompt, setting))
+                request_ids.append(self._engine.add_request(prompt, setting, grammar))
                 for choice in range(setting.n):
                     output = Output(index, choice, prompt, setting, self.tokenizer)
                     outputs[request_ids[-1], choice] = output
@@ -144,6 +154,7 @@ class LLM:
         tools: Sequence[Tool | Mapping[str, Any]] = (),
         reasoning_effort: str = DEFAULT_REASONING_EFFORT,
         continue_final_message: bool = False,
+        structured_output: StructuredOutput | None = None,
     ) -> ChatCompletion:
         """Write the assistant's next turn.
 
@@ -153,6 +164,7 @@ class LLM:
             tools: functions that the model may call, in OpenAI's shape.
             reasoning_effort: low, medium, high or xhigh.
             continue_final_message: go on with the last message, the assistant's own.
+            structured_output: what the answer must look like; reasoning and tool calls are free.
 
         Raises:
             RequestError: a message, tool or setting cannot be honoured.
@@ -171,7 +183,12 @@ class LLM:
         if not params.ignore_eos:
             ends = (*params.stop_token_ids, *sorted(chat.tokenizer.stop_ids))
             params = dataclasses.replace(params, stop_token_ids=ends)
-        completion = self.generate(list(prompt.token_ids), params)[0]
+        if structured_output is not None:
+            scope = answer_scope(chat)
+            structured_output = dataclasses.replace(structured_output, scope=scope)
+        completion = self.generate(
+            list(prompt.token_ids), params, structured_output=structured_output
+        )[0]
         decoder = OutputDecoder(chat.tokenizer, params.stop, params.min_tokens)
         pieces = decoder.push(completion.token_ids, last=True)
         parser = chat.parser(prompt, declared)

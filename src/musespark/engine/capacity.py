@@ -60,14 +60,16 @@ def plan_kv_cache(
         )
     full, sliding = sizes.blocks_of(max_model_len)
     # Only one request at a time reads a whole chunk; the others hold a window.
+    others = engine.max_num_seqs - 1
     window_blocks = min(sliding, -(-sizes.window // sizes.block) + 1)
-    wanted_full = full * engine.max_num_seqs
-    wanted_sliding = sliding + window_blocks * (engine.max_num_seqs - 1)
-    share = min(1.0, budget / max(1, sizes.bytes_of(wanted_full, wanted_sliding)))
+    more_full, more_sliding = full * others, window_blocks * others
+    # One request always fits; the others take an equal share of both pools in what is left.
+    left = budget - sizes.request_bytes(max_model_len)
+    share = min(1.0, left / max(1, sizes.bytes_of(more_full, more_sliding)))
     spec = KVCacheSpec(
         block_size=engine.block_size,
-        num_full_blocks=max(full, int(wanted_full * share)) if sizes.full_bytes else 0,
-        num_sliding_blocks=max(sliding, int(wanted_sliding * share)) if sizes.sliding_bytes else 0,
+        num_full_blocks=full + int(more_full * share) if sizes.full_bytes else 0,
+        num_sliding_blocks=sliding + int(more_sliding * share) if sizes.sliding_bytes else 0,
         dtype=stored,
     )
     num_bytes = sizes.bytes_of(spec.num_full_blocks, spec.num_sliding_blocks)

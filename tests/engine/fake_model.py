@@ -54,9 +54,8 @@ class FakeModel:
         self.batches.append(batch)
         self.num_tokens.append(len(batch.token_ids))
         self._check_shapes(batch)
-        pools = [(batch.full, self._full, None)]
-        pools.append((batch.sliding, self._sliding, self._layout.sliding_window))
-        for metadata, cache, _ in pools:
+        pools = ((batch.full, self._full), (batch.sliding, self._sliding))
+        for metadata, cache in pools:
             assert (metadata is None) == (not cache.size)
             if metadata is not None:
                 slots = metadata.slot_mapping.numpy()

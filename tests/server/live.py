@@ -13,12 +13,12 @@ from tests.server.fake_engine import FakeEngine, Script
 
 from musespark.chat.format import ChatFormat
 from musespark.checkpoint.source import resolve_checkpoint
+from musespark.config.sampling_defaults import SamplingDefaults
 from musespark.config.server import ServerConfig
 from musespark.engine.client import EngineRequest
 from musespark.server.app import build_app
 from musespark.server.context import Context
 from musespark.server.run import DrainingServer, listen, serve, url_of
-from musespark.server.settings import SamplingDefaults
 from musespark.server.supervisor import Supervisor
 
 MODEL = "spark-mini"

@@ -72,15 +72,6 @@ def test_bodies_that_are_no_json_object(
             "one rule",
         ),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "regex"),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "continue_final_message": True,
-                "messages": [*HELLO, {"role": "assistant", "content": "a"}],
-            },
-            "response_format",
-            "new turn",
-        ),
         ({"functions": [{"name": "f"}]}, "functions", "Use tools."),
         ({"audio": {"voice": "x"}}, "audio", "text model only"),
         ({"modalities": ["text", "audio"]}, "modalities", "text model only"),

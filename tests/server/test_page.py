@@ -221,5 +221,5 @@ def test_the_page_may_load_nothing_from_elsewhere() -> None:
             assert "//" not in client.get(f"/page/{name}").text.replace("// ", "")
         assert client.get("/page/../app.py").status_code == 404
         assert client.get("/page/%2e%2e/app.py").status_code == 404
-    with live(script, chat_page=False) as (_server, client):
+    with live(script, api_only=True) as (_server, client):
         assert client.get("/").status_code == 404

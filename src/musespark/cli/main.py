@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
+from musespark.cli.chat import chat
 from musespark.cli.demo import demo
 from musespark.cli.evaluate import evaluate
 from musespark.cli.generate import generate
 from musespark.cli.quantize import quantize
+from musespark.cli.serve import serve
 from musespark.errors import MuseSparkError
 
 app = typer.Typer(
@@ -19,9 +21,11 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(quantize)
+app.command()(serve)
 
 
 def _show_version(value: bool) -> None:

@@ -36,8 +36,8 @@ class ServerConfig:
     """Time for running requests to finish after SIGTERM; then they are aborted."""
     restart_engine: bool = False
     """Start the engine's process again when it dies."""
-    chat_page: bool = True
-    """Serve the chat page at /."""
+    api_only: bool = False
+    """Serve no chat page."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -76,7 +76,7 @@ def build_api(context: Context) -> FastAPI:
     _add_tokens(api, context)
     _add_models(api, context)
     _add_operation(api, context)
-    if context.config.chat_page:
+    if not context.config.api_only:
         api.router.routes.extend(page_routes())
     return api
 

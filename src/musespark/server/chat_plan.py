@@ -42,11 +42,9 @@ def plan_chat(context: Context, request: ChatRequest) -> ChatPlan:
     choice = parse_tool_choice(request.tool_choice, declared)
     tools = () if choice.mode == "none" else declared
     rule = structured_output(request.response_format, request.structured_outputs, context.scope)
-    is_new_turn = request.add_generation_prompt and not request.continue_final_message
-    if not is_new_turn and (rule is not None or choice.names):
+    if choice.names and (request.continue_final_message or not request.add_generation_prompt):
         raise RequestError(
-            f"{'tool_choice' if choice.names else 'response_format'}: only a new turn can be made "
-            "to follow a rule, not the continuation of a message."
+            "tool_choice: a call can only be asked for at the beginning of a new turn."
         )
     prompt = context.chat.prompt(
         request.messages,

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 from musespark.chat.format import ChatFormat
 from musespark.chat.tokenizer import Tokenizer
+from musespark.config.sampling_defaults import SamplingDefaults
 from musespark.config.server import ServerConfig
 from musespark.config.structured_output import AnswerScope
 from musespark.engine.client import EngineClient
 from musespark.errors import RequestError
+from musespark.llm.answer_scope import answer_scope
 from musespark.server.errors import ApiError
 from musespark.server.logprobs import TokenTexts
 from musespark.server.metrics import Metrics
-from musespark.server.settings import SamplingDefaults, answer_scope
 from musespark.server.supervisor import Supervisor
 
 

@@ -1,54 +1,15 @@
 """From the fields of a request to the engine's settings."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from musespark.chat.format import ChatFormat
-from musespark.chat.pieces import END_OF_MESSAGE, MESSAGE, START
 from musespark.chat.strict_json import dump_json
 from musespark.config.sampling import SamplingParams
-from musespark.config.strict import read_json_object
+from musespark.config.sampling_defaults import SamplingDefaults
 from musespark.config.structured_output import AnswerScope, StructuredOutput
-from musespark.errors import ConfigError, RequestError
+from musespark.errors import RequestError
 from musespark.server.protocol.base import SamplingFields, StructuredOutputs
 from musespark.server.protocol.chat import ResponseFormat
-
-# Recipients whose messages the client sees as the answer; see the chat package's parser.
-_ANSWER_HEADERS = ("", " to=user", " to=commentary")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What a request means that does not say how to sample: the checkpoint's own advice."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> Self:
-        """From generation_config.json; OpenAI's defaults where it says nothing.
-
-        Raises:
-            ConfigError: a value that cannot be used.
-        """
-        path = folder / "generation_config.json"
-        if not path.is_file():
-            return cls()
-        stored = read_json_object(path)
-        known = [field.name for field in fields(cls)]
-        given = {name: stored[name] for name in known if stored.get(name) is not None}
-        if stored.get("do_sample") is False:
-            given["temperature"] = 0.0
-        try:
-            SamplingParams(**given)
-        except (RequestError, TypeError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-        return cls(**given)
 
 
 def sampling_params(
@@ -64,13 +25,12 @@ def sampling_params(
     Raises:
         RequestError: a value outside its range.
     """
-    settings = asdict(defaults)
-    for name in settings:
-        if (value := getattr(request, name)) is not None:
-            settings[name] = value
-    settings["top_k"] = max(settings["top_k"], 0)  # vLLM's clients say -1 for "all"
-    return SamplingParams(
-        **settings,
+    return defaults.params(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=0 if request.top_k == -1 else request.top_k,  # vLLM's clients say -1 for "all"
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
         n=request.n,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
@@ -153,20 +113,3 @@ def _as_json(schema: dict[str, Any] | str) -> str:
         return schema if isinstance(schema, str) else dump_json(schema)
     except (TypeError, ValueError) as error:
         raise RequestError(f"response_format: the schema is not JSON: {error}.") from None
-
-
-def answer_scope(chat: ChatFormat) -> AnswerScope:
-    """Where in a turn of this checkpoint the answer stands."""
-    tokenizer = chat.tokenizer
-    headers: set[tuple[int, ...]] = set()
-    for rest in _ANSWER_HEADERS:
-        # The prompt's part of the first header was encoded on its own; later headers may not be.
-        headers.add((*tokenizer.encode("assistant"), *tokenizer.encode(rest)))
-        headers.add(tuple(tokenizer.encode(f"assistant{rest}")))
-    return AnswerScope(
-        start_id=tokenizer.special_id(START),
-        message_id=tokenizer.special_id(MESSAGE),
-        message_end_ids=(tokenizer.special_id(END_OF_MESSAGE),),
-        turn_end_ids=tuple(sorted(tokenizer.stop_ids)),
-        headers=tuple(sorted(headers)),
-    )

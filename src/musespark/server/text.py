@@ -8,7 +8,7 @@ from musespark.chat.pieces import join_text
 from musespark.chat.tokenizer import Tokenizer
 from musespark.engine.client import EngineOutput
 from musespark.engine.request import FinishReason, TokenLogprobs
-from musespark.llm.stop_text import StopTextFinder
+from musespark.llm.output_decoder import OutputDecoder
 
 TextFinish = Literal["stop", "length"]
 
@@ -19,7 +19,7 @@ class TextRules:
 
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
-    """No stop text counts before this many tokens."""
+    """The text of so many tokens is not searched for stop texts."""
     max_tokens: int | None = None
     """The engine makes one token at least; with 0 it does not count."""
     keep_special: bool = False
@@ -52,25 +52,20 @@ class TextReader:
     ) -> None:
         """`echo` is the prompt, where the text is to begin with it."""
         self._tokenizer, self._rules, self._echo = tokenizer, rules, echo
-        self._decoder = tokenizer.stream()
-        self._stops = StopTextFinder(rules.stop)
+        self._decoder = OutputDecoder(tokenizer, rules.stop, rules.min_tokens)
         self.finish_reason: TextFinish | None = None
-        self.num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the output, the one that completed a stop text included."""
+        return self._decoder.num_tokens
 
     def push(self, output: EngineOutput) -> TextDelta:
         """Take the engine's tokens; those after the end count for nothing."""
         delta = TextDelta()
         self._begin(output, delta)
-        logprobs: Sequence[TokenLogprobs | None]
-        logprobs = output.logprobs or [None] * len(output.token_ids)
-        for token_id, token_logprobs in zip(output.token_ids, logprobs, strict=True):
-            if self.finish_reason is None:
-                self._push_token(token_id, token_logprobs, delta)
-        if output.finish_reason is not None and self.finish_reason is None:
-            delta.text += self._before_stop(join_text(self._decoder.flush()))
-            delta.text += self._stops.flush()
-            is_stop = self._stops.found or output.finish_reason is FinishReason.STOP
-            self.finish_reason = "stop" if is_stop else "length"
+        if self.finish_reason is None:
+            self._take(output, delta)
         delta.finish_reason = self.finish_reason
         return delta
 
@@ -83,17 +78,14 @@ class TextReader:
         if self._rules.max_tokens == 0:
             self.finish_reason = "length"
 
-    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, delta: TextDelta) -> None:
-        self.num_tokens += 1
-        delta.token_ids.append(token_id)
-        delta.logprobs.append(logprobs)
-        pieces = self._decoder.push(token_id)
-        delta.text += self._before_stop(join_text(pieces, keep_special=self._rules.keep_special))
-
-    def _before_stop(self, text: str) -> str:
-        if self.num_tokens < self._rules.min_tokens:
-            return text
-        text = self._stops.push(text)
-        if self._stops.found:
+    def _take(self, output: EngineOutput, delta: TextDelta) -> None:
+        num_before = self.num_tokens
+        pieces = self._decoder.push(output.token_ids, last=output.finish_reason is not None)
+        delta.text += join_text(pieces, keep_special=self._rules.keep_special)
+        taken = self.num_tokens - num_before
+        delta.token_ids += output.token_ids[:taken]
+        delta.logprobs += (output.logprobs or [None] * taken)[:taken]
+        if self._decoder.found_stop or output.finish_reason is FinishReason.STOP:
             self.finish_reason = "stop"
-        return text
+        elif output.finish_reason is not None:
+            self.finish_reason = "length"

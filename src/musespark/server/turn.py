@@ -22,7 +22,7 @@ class TurnRules:
     stop: tuple[str, ...] = ()
     """Texts that end the answer. Reasoning and tool calls are not searched for them."""
     min_tokens: int = 0
-    """No stop text counts before this many tokens."""
+    """The text of so many tokens is not searched for stop texts."""
     may_call: bool = True
     """Whether tool calls count; if not, they are reported as broken."""
     one_call: bool = False
@@ -102,7 +102,7 @@ class TurnReader:
                 delta.broken.append(event)
 
     def _before_stop(self, text: str) -> str:
-        if self.num_tokens < self._rules.min_tokens:
+        if self.num_tokens <= self._rules.min_tokens:
             return text
         text = self._stops.push(text)
         if self._stops.found:

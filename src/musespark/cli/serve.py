@@ -1,0 +1,76 @@
+"""`musespark serve`: OpenAI's API and a chat page over HTTP."""
+
+import logging
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from musespark.cli.options import finish, pick, with_fields
+from musespark.config.engine import EngineConfig
+from musespark.config.server import ServerConfig
+from musespark.errors import ConfigError
+
+if TYPE_CHECKING:
+    from musespark.engine.client import EngineClient
+
+_EXAMPLE = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}]}'
+
+
+@finish
+@with_fields(EngineConfig)
+@with_fields(ServerConfig)
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
+    ] = "spark-mini",
+    *,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="MUSESPARK_API_KEY",
+            help="Key that clients must send; may be given several times. Other users of this "
+            "machine can see it here, but not in the environment variable.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
+    ] = None,
+    **settings: Any,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API, metrics, and a chat page. Ctrl-C ends it."""
+    config = ServerConfig(**pick(ServerConfig, settings))
+    engine_config = EngineConfig(**pick(EngineConfig, settings))
+    keys = _checked_keys(api_key or [])
+    try:
+        from musespark.server.launch import run_server
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Serving needs the package {error.name!r}: pip install 'musespark[server]'."
+        ) from None
+    from musespark.llm.serving import launch_engine
+
+    def launch() -> "EngineClient":
+        return launch_engine(model, engine_config, device=device, dtype=dtype, revision=revision)
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    if not (config.is_local or keys):
+        print("Anyone who can reach this machine can use the server: --api-key limits that.")
+    print(f"Loading {model} ...", flush=True)
+    run_server(model, config, launch, api_keys=keys, revision=revision, on_ready=_announce)
+
+
+def _checked_keys(keys: list[str]) -> tuple[str, ...]:
+    if any(not key or key != key.strip() for key in keys):
+        raise ConfigError("api_key: must not be empty, nor begin or end with a space.")
+    return tuple(keys)
+
+
+def _announce(name: str, url: str, *, needs_key: bool) -> None:
+    key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
+    kind = "-H 'Content-Type: application/json'"
+    print(f"Serving {name} at {url} - open it in a browser, or:")
+    print(f"  curl {url}/v1/chat/completions {key}{kind} -d '{_EXAMPLE}'", flush=True)

@@ -73,7 +73,7 @@ def _padded(
     row = row.masked_fill_(ids < 0, -1)
     x = hidden_states.new_zeros((num_experts * capacity + 1, hidden_states.shape[1]))
     x.index_copy_(0, row.flatten().remainder(x.shape[0]), _repeat(hidden_states, top_k))
-    rows = _swiglu(x[:-1].view(num_experts, capacity, -1), gate_up, down)
+    rows = _swiglu(x[:-1].view(num_experts, capacity, x.shape[1]), gate_up, down)
     return rows.flatten(0, 1), row
 
 

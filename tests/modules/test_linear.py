@@ -50,5 +50,5 @@ def test_wide_output_is_not_rounded_to_the_compute_dtype(dtype):
     for _ in range(2):
         out = layer(x)
         assert out.dtype == (F64 if dtype == F64 else F32)
-        assert ((out - exact).abs() <= 1e-6 * size).all()
+        assert ((out - exact).abs() <= 5e-6 * size).all()
         layer.pack()

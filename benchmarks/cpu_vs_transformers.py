@@ -65,7 +65,13 @@ class Ours:
     """This project."""
 
     def __init__(self, folder: Path) -> None:
-        self._llm = LLM(folder, dtype="bfloat16", device="cpu", max_num_batched_tokens=2048)
+        self._llm = LLM(
+            folder,
+            dtype="bfloat16",
+            device="cpu",
+            max_num_batched_tokens=2048,
+            enable_prefix_caching=False,
+        )
 
     def run(self, batch: list[list[int]], new_tokens: int) -> tuple[float, float]:
         """Greedy generation of `new_tokens` per prompt."""

@@ -31,6 +31,9 @@ ScaleChoice = Literal["max", "mse"]
 _MSE_STEPS = range(-1, 7)
 _LARGEST_E4M3_CODE = 126  # 448; code 127 is NaN
 
+# 1.5 * 2^23: float32 numbers of this size are 1 apart.
+_ROUNDER = 12582912.0
+
 
 def e2m1_values(dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
     """The value of each of the 16 codes."""
@@ -84,15 +87,19 @@ def quantize(
         (packed [..., N / 2] uint8, scales [..., N / 16] float8_e4m3fn). A block whose scale
         rounds to zero has codes of zero.
     """
-    blocks = (x.to(torch.float32) / global_scale).unflatten(-1, (-1, GROUP_SIZE))
+    scaled = x.to(torch.float32) / global_scale
+    # [16, B]: what runs over the blocks then runs over contiguous memory.
+    blocks = scaled.reshape(-1, GROUP_SIZE).t().contiguous()
     magnitudes = blocks.abs()
-    peak = magnitudes.amax(dim=-1, keepdim=True) / E2M1_MAX
-    scales = peak.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    scales = magnitudes.amax(dim=0).div_(E2M1_MAX).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
     if choice == "mse":
         scales = _least_error(magnitudes, scales)
-    codes = _nearest_codes(_scaled(magnitudes, scales))
+    wide = scales.to(torch.float32)
+    codes = _nearest_codes(torch.where(wide > 0, magnitudes / wide, 0.0))
     codes |= torch.signbit(blocks).to(torch.uint8) << 3
-    return pack_codes(codes.flatten(-2)), scales.squeeze(-1)
+    *rows, width = x.shape
+    packed = pack_codes(codes.t()).reshape(*rows, width // 2)
+    return packed, scales.view(*rows, width // GROUP_SIZE)
 
 
 def global_scale(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
@@ -105,27 +112,18 @@ def global_scale(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
     return torch.where(peak == 0, 1.0, peak / LARGEST)
 
 
-def _scaled(magnitudes: Tensor, scales: Tensor) -> Tensor:
-    """magnitudes / scales, 0 where a scale is 0."""
-    wide = scales.to(torch.float32)
-    return torch.where(wide > 0, magnitudes / wide, 0.0)
-
-
-def _binades(x: Tensor) -> Tensor:
-    """The power of two at or below each x, at least 1: 1, 2 or 4 for x up to 6."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1.0)
-
-
 def _nearest(x: Tensor) -> Tensor:
-    """Non-negative float32 -> the nearest e2m1 magnitude."""
-    x = x.clamp(max=E2M1_MAX)
-    halves = _binades(x).mul_(0.5)  # the distance between neighbours
-    return x.div_(halves).round_().mul_(halves)
+    """Float32 from 0 to 6 -> the nearest e2m1 magnitude, in place; ties go to the even code."""
+    # The power of two at or below x, at least 1; half of it is the distance between neighbours.
+    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1.0)
+    # Adding so much leaves no bits for anything finer than that distance.
+    large = binade.mul_(_ROUNDER / 2)
+    return x.add_(large).sub_(large)
 
 
 def _nearest_codes(x: Tensor) -> Tensor:
     """Non-negative float32 -> the code of the nearest e2m1 magnitude, uint8."""
-    doubled = (_nearest(x) * 2).to(torch.int32)  # 0, 1, 2, 3, 4, 6, 8, 12
+    doubled = (_nearest(x.clamp(max=E2M1_MAX)) * 2).to(torch.int32)  # 0, 1, 2, 3, 4, 6, 8, 12
     table = torch.zeros(13, dtype=torch.uint8, device=x.device)
     for code, magnitude in enumerate(E2M1_MAGNITUDES):
         table[int(2 * magnitude)] = code
@@ -136,20 +134,22 @@ def _least_error(magnitudes: Tensor, scales: Tensor) -> Tensor:
     """The scales near `scales` under which each block comes out closest.
 
     Args:
-        magnitudes: [..., 16] float32.
-        scales: [..., 1] float8_e4m3fn.
+        magnitudes: [16, B] float32.
+        scales: [B] float8_e4m3fn.
 
     Returns:
-        [..., 1] float8_e4m3fn.
+        [B] float8_e4m3fn, none of them zero.
     """
-    start = scales.view(torch.uint8).to(torch.int16)
-    best_error = torch.full_like(magnitudes[..., :1], torch.inf)
-    best = scales.view(torch.uint8)
+    values = e4m3_values(device=magnitudes.device)
+    start = scales.view(torch.uint8).to(torch.int32)
+    best = torch.zeros_like(start)
+    best_error = torch.full_like(magnitudes[0], torch.inf)
     for step in _MSE_STEPS:
-        codes = (start + step).clamp_(0, _LARGEST_E4M3_CODE).to(torch.uint8)
-        candidate = codes.view(torch.float8_e4m3fn)
-        rounded = _nearest(_scaled(magnitudes, candidate)).mul_(candidate.to(torch.float32))
-        error = rounded.sub_(magnitudes).square_().sum(dim=-1, keepdim=True)
+        codes = (start + step).clamp_(1, _LARGEST_E4M3_CODE)
+        scale = values.index_select(0, codes)
+        scaled = magnitudes * scale.reciprocal()
+        rounded = _nearest(scaled.clamp(max=E2M1_MAX))
+        error = rounded.sub_(scaled).square_().sum(dim=0).mul_(scale).mul_(scale)
         best = torch.where(error < best_error, codes, best)
         best_error = torch.minimum(error, best_error)
-    return best.view(torch.float8_e4m3fn)
+    return best.to(torch.uint8).view(torch.float8_e4m3fn)

@@ -14,6 +14,7 @@ from tests.parity.oracle import CASES, Case, load_oracle, oracle_logits
 from torch import Tensor
 
 from musespark import load_decoder
+from musespark.ops import small_experts
 from musespark.ops.linear import bfloat16_is_fast
 
 BF16 = torch.bfloat16
@@ -69,13 +70,21 @@ def test_error_is_the_smaller_one_where_experts_may_flip(tmp_path):
     assert ours <= min(theirs)
 
 
-def test_packed_weights_give_the_same_result(tmp_path):
+@pytest.mark.parametrize("large_experts", [False, True])
+def test_packed_weights_give_the_same_result(large_experts, tmp_path, monkeypatch):
+    """Whether experts count as small, and run as they are, or large enough to be packed."""
     if not bfloat16_is_fast():
         pytest.skip("no packed layout on this machine")
-    folder = BY_NAME["dense and sparse"].write(tmp_path / "model", BF16)
+    if large_experts:
+        monkeypatch.setattr(small_experts, "_MAX_EXPERT_BYTES", 0)
+    folder = BY_NAME["every expert per token"].write(tmp_path / "model", BF16)
     plain, packed = load_decoder(folder, dtype="bfloat16"), load_decoder(folder, dtype="bfloat16")
     packed.pack()
-    assert not [name for name, _ in packed.named_parameters() if "_proj" in name]
+    left = [name for name, _ in packed.named_parameters() if "_proj" in name or "lm_head" in name]
+    assert bool(left) != large_experts
+    assert all(".experts." in name for name in left)
     for length in (1, 2, 48):
         tokens = torch.randint(128, (length,), generator=seeded(length)).tolist()
-        assert torch.equal(packed.compute_logits(tokens), plain.compute_logits(tokens))
+        expected = plain.compute_logits(tokens)
+        # A last bit of bfloat16 may differ by the order of a sum; here it moves logits by 0.01.
+        assert (packed.compute_logits(tokens) - expected).abs().max() <= 0.03 * expected.std()

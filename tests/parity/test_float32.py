@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.parity.oracle import CASES, Case, load_oracle, oracle_greedy, oracle_
 from musespark import load_decoder
 from musespark.model.decoder import Decoder
 from musespark.moe.router import Router
+from musespark.ops import small_experts
 
 NUM_TOKENS = 64
 PROMPT_LEN = 29
@@ -20,6 +22,13 @@ PROMPT_LEN = 29
 
 def random_tokens(count: int, seed: int) -> list[int]:
     return torch.randint(128, (count,), generator=seeded(seed)).tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def large_experts():
+    """Let tiny experts take the path of large ones; tests/moe compares the paths."""
+    with mock.patch.object(small_experts, "_MAX_EXPERT_BYTES", 0):
+        yield
 
 
 @dataclass

@@ -132,6 +132,11 @@ class FakeEngine:
     def num_running(self) -> int:
         return len(self._running)
 
+    def reset(self, script: Script) -> None:
+        """Forget the past, for the next test."""
+        self.script = script
+        self.requests, self.aborted, self.num_tokens = [], [], 0
+
     def die(self) -> None:
         """What a crash of the engine's process looks like from here."""
         self.state = EngineState.DEAD

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ class LiveServer:
         self.ready = threading.Event()
         self.error: BaseException | None = None
         self._server: DrainingServer | None = None
+        self._is_told = False
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -105,6 +107,7 @@ class LiveServer:
     def signal(self) -> None:
         """What SIGTERM does."""
         assert self._server is not None
+        self._is_told = True
         self._server.handle_exit(15, None)
 
     def in_loop(self, work: Callable[[], Any]) -> None:
@@ -114,11 +117,30 @@ class LiveServer:
         self._loop.call_soon_threadsafe(done.set)
         assert done.wait(5)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is as good as new."""
+        return self.thread.is_alive() and self.engine.is_healthy and not self.engine.num_running
+
     def stop(self) -> None:
-        if self.thread.is_alive():
+        if self.thread.is_alive() and not self._is_told:
             self.signal()
         self.thread.join(20)
         assert not self.thread.is_alive(), "the server did not end"
+
+
+# Servers that nothing has happened to, kept for the next test that wants one like it.
+_IDLE: dict[Any, list[LiveServer]] = {}
+
+
+def stop_idle_servers() -> None:
+    """To be called once, after the last test."""
+    servers = list(itertools.chain.from_iterable(_IDLE.values()))
+    _IDLE.clear()
+    for server in servers:
+        server.signal()
+    for server in servers:
+        server.stop()
 
 
 @contextlib.contextmanager
@@ -127,16 +149,43 @@ def live(
     *,
     api_keys: tuple[str, ...] = (),
     defaults: SamplingDefaults | None = None,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[LiveServer, httpx.Client]]:
+    """A server with a past, and a client. `script` is what the model writes, or how to."""
+    key = (api_keys, defaults, *sorted((engine or {}).items()), *sorted(settings.items()))
+    speak = says(script) if isinstance(script, str) else script
+    kept = _IDLE.setdefault(key, [])
+    if kept:
+        server = kept.pop()
+        server.engine.reset(speak)
+    else:
+        server = _start(speak, api_keys, defaults, engine or {}, settings)
+        assert server.ready.wait(10), server.error
+    try:
+        with httpx.Client(base_url=server.url, timeout=20) as client:
+            yield server, client
+    except BaseException:
+        server.stop()
+        raise
+    if eventually(lambda: server.is_idle, 2):
+        kept.append(server)
+    else:
+        server.stop()
+
+
+@contextlib.contextmanager
+def fresh(
+    script: Script | str,
+    *,
     wait: bool = True,
     make_engine: Callable[[], FakeEngine] | None = None,
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[LiveServer, httpx.Client]]:
-    """A server and a client. `script` is what the model writes, or how to."""
-    config = ServerConfig(**{"shutdown_seconds": 0.0, **settings})
+    """A server of one's own, for tests that end it, kill its engine, or read its counters."""
     speak = says(script) if isinstance(script, str) else script
-    make = make_engine or (lambda: FakeEngine(speak, **(engine or {})))
-    server = LiveServer(make, config, api_keys, defaults)
+    server = _start(speak, (), None, engine or {}, settings, make_engine)
     try:
         if wait:
             assert server.ready.wait(10), server.error
@@ -144,6 +193,19 @@ def live(
             yield server, client
     finally:
         server.stop()
+
+
+def _start(
+    speak: Script,
+    api_keys: tuple[str, ...],
+    defaults: SamplingDefaults | None,
+    engine: dict[str, Any],
+    settings: dict[str, Any],
+    make_engine: Callable[[], FakeEngine] | None = None,
+) -> LiveServer:
+    config = ServerConfig(**{"shutdown_seconds": 0.0, **settings})
+    make = make_engine or (lambda: FakeEngine(speak, **engine))
+    return LiveServer(make, config, api_keys, defaults)
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:

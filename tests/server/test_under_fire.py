@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from tests.server.fake_engine import FakeEngine
-from tests.server.live import LiveServer, answer, eventually, live, says, wire
+from tests.server.live import LiveServer, answer, eventually, fresh, says, wire
 
 from musespark.engine.client import EngineRequest, EngineState
 from musespark.errors import CapacityError
@@ -44,7 +44,7 @@ def open_stream(server: LiveServer, body: dict[str, object], buffer: int = 4096)
 
 @pytest.mark.parametrize("body", [STREAM, BODY, {**STREAM, "n": 3}])
 def test_a_client_that_leaves_is_aborted_at_once(body: dict[str, object]) -> None:
-    with live(endless, engine={"delay": 0.005}) as (server, client):
+    with fresh(endless, engine={"delay": 0.005}) as (server, client):
         connection = open_stream(server, body)
         assert eventually(lambda: server.engine.num_running == 1)
         time.sleep(0.05)
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_during_a_forced_call_is_aborted() -> None:
 
     tool = {"type": "function", "function": {"name": "f"}}
     body = {**STREAM, "tools": [tool], "tool_choice": "required"}
-    with live(script, engine={"delay": 0.005}) as (server, _client):
+    with fresh(script, engine={"delay": 0.005}) as (server, _client):
         connection = open_stream(server, body)
         assert eventually(lambda: len(server.engine.requests) == 2)
         connection.close()
@@ -72,7 +72,7 @@ def test_a_client_that_leaves_during_a_forced_call_is_aborted() -> None:
 
 
 def test_half_of_many_clients_leave() -> None:
-    with live(endless, engine={"delay": 0.002}) as (server, client):
+    with fresh(endless, engine={"delay": 0.002}) as (server, client):
         connections = [open_stream(server, STREAM) for _ in range(60)]
         assert eventually(lambda: server.engine.num_running == 60)
         for connection in connections[::2]:
@@ -94,7 +94,7 @@ def test_a_reader_that_takes_nothing_holds_up_nobody_and_is_cut_off() -> None:
         return list(long(request, index)) if request.params.seed == 1 else wire(answer("quick"))
 
     settings = {"max_model_len": 10**6}
-    with live(script, stream_stall_seconds=1.0, engine=settings) as (server, client):
+    with fresh(script, stream_stall_seconds=1.0, engine=settings) as (server, client):
         with open_stream(server, {**STREAM, "seed": 1, "logprobs": True, "top_logprobs": 20}):
             started = time.monotonic()
             for _ in range(10):
@@ -113,7 +113,7 @@ def test_five_hundred_at_once() -> None:
     def script(request: EngineRequest, _index: int) -> list[int]:
         return wire(answer(f"number {request.params.seed}", "x" * ((request.params.seed or 0) % 7)))
 
-    with live(script, engine={"delay": 0.01}) as (server, _client):
+    with fresh(script, engine={"delay": 0.01}) as (server, _client):
         limits = httpx.Limits(max_connections=500)
         with (
             httpx.Client(base_url=server.url, timeout=60, limits=limits) as client,
@@ -139,7 +139,7 @@ def test_five_hundred_at_once() -> None:
 
 
 def test_a_limited_queue_turns_the_rest_away() -> None:
-    with live(endless, engine={"delay": 0.005, "max_queue_len": 5}) as (server, client):
+    with fresh(endless, engine={"delay": 0.005, "max_queue_len": 5}) as (server, client):
         connections = [open_stream(server, STREAM) for _ in range(5)]
         assert eventually(lambda: server.engine.num_running == 5)
         response = client.post(CHAT, json=BODY)
@@ -172,7 +172,7 @@ def read_events(server: LiveServer) -> tuple[threading.Thread, list[str]]:
 
 
 def test_the_engine_dies() -> None:
-    with live(endless, engine={"delay": 0.005}) as (server, client):
+    with fresh(endless, engine={"delay": 0.005}) as (server, client):
         thread, lines = read_events(server)
         waiting = ThreadPoolExecutor(1).submit(lambda: client.post(CHAT, json=BODY))
         assert eventually(lambda: server.engine.num_running == 2)
@@ -196,7 +196,7 @@ def test_the_engine_dies() -> None:
 
 
 def test_the_engine_is_started_again() -> None:
-    with live(answer("alive"), restart_engine=True) as (server, client):
+    with fresh(answer("alive"), restart_engine=True) as (server, client):
         server.in_loop(server.engine.die)
         assert client.get("/health/live").status_code == 200
         assert eventually(lambda: len(server.engines) == 2)
@@ -214,7 +214,7 @@ def test_an_engine_that_cannot_come_back_is_tried_again_later() -> None:
         made.append(FakeEngine(says(answer("x")), load_error=error))
         return made[-1]
 
-    with live(answer("x"), restart_engine=True, make_engine=engine) as (server, client):
+    with fresh(answer("x"), restart_engine=True, make_engine=engine) as (server, client):
         server.in_loop(server.engine.die)
         assert eventually(lambda: len(made) >= 2)
         assert eventually(lambda: client.get("/health/ready").status_code == 503)
@@ -227,7 +227,7 @@ def test_an_engine_that_cannot_come_back_is_tried_again_later() -> None:
 
 def test_while_the_model_loads() -> None:
     settings = {"load_seconds": 1.0}
-    with live(answer("x"), engine=settings, wait=False) as (server, client):
+    with fresh(answer("x"), engine=settings, wait=False) as (server, client):
         assert client.get("/health/live").status_code == 200
         response = client.get("/health/ready")
         assert (response.status_code, response.json()) == (503, {"status": "starting"})
@@ -242,14 +242,14 @@ def test_while_the_model_loads() -> None:
 
 def test_a_model_that_cannot_load_ends_the_server() -> None:
     settings = {"load_error": CapacityError("does not fit")}
-    with live(answer("x"), engine=settings, wait=False) as (server, _client):
+    with fresh(answer("x"), engine=settings, wait=False) as (server, _client):
         server.thread.join(10)
         assert not server.thread.is_alive()
     assert isinstance(server.error, CapacityError)
 
 
 def test_a_signal_while_the_model_loads() -> None:
-    with live(answer("x"), engine={"load_seconds": 60}, wait=False) as (server, client):
+    with fresh(answer("x"), engine={"load_seconds": 60}, wait=False) as (server, client):
         assert client.get("/health/live").status_code == 200
         server.signal()
         server.thread.join(5)
@@ -259,7 +259,7 @@ def test_a_signal_while_the_model_loads() -> None:
 
 @pytest.fixture
 def draining() -> Iterator[tuple[LiveServer, httpx.Client]]:
-    with live(answer("x" * 100), engine={"delay": 0.01}, shutdown_seconds=10) as both:
+    with fresh(answer("x" * 100), engine={"delay": 0.01}, shutdown_seconds=10) as both:
         yield both
 
 
@@ -281,7 +281,7 @@ def test_running_requests_may_finish(draining: tuple[LiveServer, httpx.Client]) 
 
 
 def test_requests_that_do_not_finish_are_aborted() -> None:
-    with live(endless, engine={"delay": 0.01}, shutdown_seconds=0.3) as (server, _client):
+    with fresh(endless, engine={"delay": 0.01}, shutdown_seconds=0.3) as (server, _client):
         thread, lines = read_events(server)
         assert eventually(lambda: server.engine.num_running == 1)
         started = time.monotonic()
@@ -294,7 +294,7 @@ def test_requests_that_do_not_finish_are_aborted() -> None:
 
 
 def test_a_second_signal_does_not_wait() -> None:
-    with live(endless, engine={"delay": 0.01}, shutdown_seconds=60) as (server, _client):
+    with fresh(endless, engine={"delay": 0.01}, shutdown_seconds=60) as (server, _client):
         connection = open_stream(server, STREAM)
         assert eventually(lambda: server.engine.num_running == 1)
         server.signal()

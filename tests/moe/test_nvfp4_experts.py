@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from tests.moe.nvfp4_layers import (
@@ -211,3 +213,15 @@ def test_slots_cover_the_table_of_the_format():
     )
     split = one_by_one(layer)
     assert fill(NVFP4Experts(layer.config, dtype=torch.float32, device=CPU), split) == set(split)
+
+
+def test_packing_bf16_experts_frees_their_plain_weights():
+    experts = GroupedExperts(
+        tiny_config(moe_hidden_size=512, moe_intermediate_size=512),
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    assert experts.gate_up_proj is not None
+    plain = weakref.ref(experts.gate_up_proj)
+    experts.pack()
+    assert (plain() is None) == (experts.gate_up_proj is None)

@@ -34,10 +34,11 @@ def can_pack_grouped(weight: Tensor) -> bool:
 def pack_grouped_gemm(weight: Tensor) -> GroupedMatMul:
     """Like `grouped_gemm`, over packed copies of the experts' weights."""
     experts = [pack_linear(expert) for expert in weight]
+    out_features = weight.shape[1]  # the closure must not keep the plain weights alive
 
     def matmul(x: Tensor, group_ends: Sequence[int]) -> Tensor:
         parts = [experts[expert](x[rows]) for expert, rows in occupied_groups(group_ends)]
-        return torch.cat(parts) if parts else x.new_empty((0, weight.shape[1]))
+        return torch.cat(parts) if parts else x.new_empty((0, out_features))
 
     return matmul
 

@@ -27,7 +27,7 @@ def nvfp4_form(source: Path) -> Path:
         return folder
     try:
         quantize_checkpoint(source, folder)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         if folder.exists():  # another process was faster
             return folder
         raise CheckpointError(

@@ -86,7 +86,7 @@ def _print_report(report: "QuantizeReport", target: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("layer", title="Relative error of the experts' weights")
+    table = Table("layer", title="Relative error")
     for name in ("gate and up", "down"):
         table.add_column(name, justify="right")
     for layer in report.layers:

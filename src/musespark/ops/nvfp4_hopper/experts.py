@@ -1,0 +1,157 @@
+"""NVFP4 experts on a Hopper GPU: weights in its layout, and the launches that multiply them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from musespark.ops.nvfp4_hopper.kernel import nvfp4_experts_kernel
+from musespark.ops.nvfp4_hopper.layout import (
+    LEFTOVER,
+    check_shape,
+    gate_up_rows,
+    pack_in_place,
+)
+from musespark.ops.nvfp4_hopper.work_list import build_work_list
+from musespark.ops.triton_import import HAS_TRITON, IS_INTERPRETED
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a launch cuts its work; all of it is decided when the kernel is compiled."""
+
+    warps: int
+    """4 or 8; each takes 16 rows of weights at a time."""
+    groups: int
+    """1 or 2: how many times 16 * warps rows a program takes."""
+    mains: tuple[int, ...]
+    """Tokens of a tile, by class: a tile is multiplied as the first class that holds it."""
+    tails: tuple[int, ...]
+    """Tokens of a second matrix product on the same weights, added to the class's first."""
+    stages: int
+    """Steps of 128 columns in flight, the current one included."""
+    unroll: int
+    """Steps written out in the loop's body."""
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a tile."""
+        return self.mains[-1] + self.tails[-1]
+
+
+# (up to so many rows an expert on average, tiling); docs/nvfp4-hopper.md has the measurements.
+TILINGS = (
+    (1 / 16, Tiling(4, 1, (16,), (0,), stages=3, unroll=2)),
+    (12, Tiling(4, 2, (16,), (0,), stages=3, unroll=2)),
+    (56, Tiling(4, 2, (16, 32, 32), (0, 0, 16), stages=3, unroll=1)),
+    (float("inf"), Tiling(8, 2, (32, 64, 128, 128), (0, 0, 0, 32), stages=4, unroll=1)),
+)
+
+
+def choose_tiling(num_routes: int, num_experts: int) -> Tiling:
+    """The tiling for so many rows over so many experts."""
+    mean = num_routes / num_experts
+    return next(tiling for most, tiling in TILINGS if mean <= most)
+
+
+class HopperNVFP4Experts:
+    """y = b( s_down * ( b( silu(s_gate * (x @ Wgate)) * (s_up * (x @ Wup)) ) @ Wdown ) ) per route.
+
+    The weights take the place of the checkpoint's in the same memory: what is passed in must not
+    be read afterwards.
+    """
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        gate_up_scales: Tensor,
+        gate_up_global: Tensor,
+        down: Tensor,
+        down_scales: Tensor,
+        down_global: Tensor,
+    ) -> None:
+        """Re-lay the weights.
+
+        Args:
+            gate_up: [E, 2 I, H / 2] uint8, gate rows first.
+            gate_up_scales: [E, 2 I, H / 16] float8_e4m3fn.
+            gate_up_global: [E, 2] float32, gate's and up's global scale.
+            down: [E, H, I / 2] uint8.
+            down_scales: [E, H, I / 16] float8_e4m3fn.
+            down_global: [E] float32.
+
+        Raises:
+            ValueError: H or I is not a multiple of 128.
+        """
+        self.num_experts, self.width, self.inner = len(down), down.shape[1], 2 * down.shape[2]
+        check_shape(self.width, self.inner)
+        pack_in_place(gate_up, gate_up_scales, gate_up_rows(self.inner, gate_up.device))
+        pack_in_place(down, down_scales)
+        self._gate_up, self._gate_up_scales = _words(gate_up), _words(gate_up_scales)
+        self._down, self._down_scales = _words(down), _words(down_scales)
+        self._gate_up_factors = (gate_up_global.to(torch.float32) * LEFTOVER).contiguous()
+        self._down_factors = (down_global.to(torch.float32) * LEFTOVER).contiguous()
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        *,
+        first_expert: int = 0,
+        is_permuted: bool = False,
+        tiling: Tiling | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Multiply every route that has an expert here; no host synchronization.
+
+        Args:
+            x: [T, H] bfloat16.
+            ids: [T, K] int64 expert of each route.
+            first_expert: the id of the first expert here; routes to others, and -1, are left out.
+            is_permuted: whether x's columns are in the layout's order already.
+            tiling: instead of the one that suits the number of routes.
+
+        Returns:
+            (rows [T * K, H] bfloat16 in the order of the routes, undefined where a route was left
+            out; its own number of each route [T, K], -1 where it was left out).
+        """
+        tiling = tiling or choose_tiling(ids.numel(), self.num_experts)
+        x, ids = x.contiguous(), ids.contiguous()
+        permuted = x if is_permuted else torch.empty_like(x)
+        work = build_work_list(
+            ids, self.num_experts, tiling.capacity, first_expert=first_expert,
+            permute=None if is_permuted else x, permuted=permuted,
+        )  # fmt: skip
+        num_routes = ids.numel()
+        hidden = x.new_empty((num_routes, self.inner))
+        rows = x.new_empty((num_routes, self.width))
+        if not num_routes:
+            return rows, work.route_index
+        height = 16 * tiling.warps
+        groups = _groups(2 * self.inner, height, tiling.groups)
+        down_groups = _groups(self.width, height, tiling.groups)
+        strips = 2 * self.inner // (height * groups) + self.width // (height * down_groups)
+        nvfp4_experts_kernel[(work.tiles.shape[0] * strips,)](
+            permuted, hidden, rows, work.order, work.tiles, work.num_tiles,
+            self._gate_up, self._gate_up_scales, self._gate_up_factors,
+            self._down, self._down_scales, self._down_factors, ids.shape[1],
+            self.width, self.inner, tiling.warps, groups, down_groups,
+            tiling.mains, tiling.tails, tiling.stages, tiling.unroll, IS_INTERPRETED,
+            num_warps=tiling.warps,
+        )  # fmt: skip
+        return rows, work.route_index
+
+
+def _groups(rows: int, height: int, most: int) -> int:
+    """How many times `height` rows a program takes, so that no program is left with a part."""
+    return most if rows % (height * most) == 0 else 1
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """[E, ...] bytes as unsigned words."""
+    return tensor.data.view(torch.uint8).flatten().view(torch.uint32)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether this path is for the device: a Hopper GPU, with Triton at hand."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return HAS_TRITON and is_hopper

@@ -9,7 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from musespark.ops.attention_prefill import attention_prefill_reference
+from musespark.ops.attention_prefill import LOG2_E, attention_prefill_reference, attention_tile
+from musespark.ops.triton_import import (
+    dot_in_float32,
+    next_power_of_2,
+    num_multiprocessors,
+    round_to,
+    tl,
+    triton,
+)
+
+# Keys of one step of the kernel's loop.
+_BLOCK_S = 64
+# The most programs that share one sequence's keys.
+_MAX_SPLITS = 64
 
 
 def gather_blocks(cache: Tensor, block_table: Tensor) -> Tensor:
@@ -85,3 +98,216 @@ def attention_decode(
         grouped, key.to(query.dtype), value.to(query.dtype), mask[:, None, None], scale=scale
     )
     return out.flatten(1, 2)
+
+
+@triton.jit
+def _decode_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    key_start_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    part_out_ptr,
+    part_sums_ptr,
+    query_stride,
+    table_stride,
+    log2_scale,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """One sequence (axis 0), one key-value head (axis 1), one part of the keys (axis 2)."""
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    length = tl.load(seq_lens_ptr + sequence)
+    first_key = tl.load(key_start_ptr + sequence)
+    low = first_key
+    if HAS_WINDOW:
+        low = tl.maximum(low, length - window)
+    # Every part is a whole number of steps, counted from the first visible key.
+    steps = tl.cdiv(tl.maximum(length - low, 0), BLOCK_S)
+    share = tl.cdiv(steps, SPLITS) * BLOCK_S
+    start = low + split * share
+    stop = tl.minimum(start + share, length)
+
+    row = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, HEAD_DIM)
+    head = kv_head * GROUP + row
+    query = tl.load(
+        query_ptr + sequence * query_stride + head[:, None] * HEAD_DIM + d[None, :],
+        (row < GROUP)[:, None] & (d >= 0)[None, :],
+        other=0.0,
+    )
+    position = tl.zeros((BLOCK_G,), tl.int32) + (length - 1)
+    top, total, out = attention_tile(
+        query,
+        position,
+        key_ptr + kv_head * HEAD_DIM,
+        value_ptr + kv_head * HEAD_DIM,
+        table_ptr + sequence * table_stride,
+        first_key,
+        start,
+        stop,
+        log2_scale,
+        window,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        HAS_WINDOW,
+        False,
+        BLOCK_G,
+        BLOCK_S,
+        IN_FLOAT32,
+    )
+    inside = (row < GROUP)[:, None] & (d >= 0)[None, :]
+    place = sequence * (KV_HEADS * GROUP) + head
+    if SPLITS == 1:
+        out = out / tl.where(total > 0, total, 1.0)[:, None]
+        out = round_to(out, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place[:, None] * HEAD_DIM + d[None, :], out, inside)
+    else:
+        part = place * SPLITS + split
+        tl.store(part_out_ptr + part[:, None] * HEAD_DIM + d[None, :], out, inside)
+        tl.store(part_sums_ptr + part * 2, top, row < GROUP)
+        tl.store(part_sums_ptr + part * 2 + 1, total, row < GROUP)
+
+
+@triton.jit
+def _combine_kernel(
+    part_out_ptr,
+    part_sums_ptr,
+    out_ptr,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Softmax over parts, of a block of heads: each part has its maximum, its sum, its output."""
+    head = tl.program_id(0).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, HEAD_DIM)
+    inside = head < num_heads
+    split = tl.arange(0, SPLITS)
+    part = head[:, None] * SPLITS + split[None, :]
+    tops = tl.load(part_sums_ptr + part * 2, inside[:, None] & (split >= 0)[None, :], other=0.0)
+    top = tl.max(tops, axis=1)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    out = tl.zeros((BLOCK_H, HEAD_DIM), tl.float32)
+    for i in tl.range(SPLITS, num_stages=1):
+        place = head * SPLITS + i
+        factor = tl.exp2(tl.load(part_sums_ptr + place * 2, inside, other=0.0) - top)
+        total += factor * tl.load(part_sums_ptr + place * 2 + 1, inside, other=0.0)
+        part_out = tl.load(
+            part_out_ptr + place[:, None] * HEAD_DIM + d[None, :],
+            inside[:, None] & (d >= 0)[None, :],
+            other=0.0,
+        )
+        out += factor[:, None] * part_out
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + head[:, None] * HEAD_DIM + d[None, :],
+        round_to(out, out_ptr.dtype.element_ty),
+        inside[:, None] & (d >= 0)[None, :],
+    )
+
+
+def attention_decode_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    key_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of each sequence's newest token, split over its keys.
+
+    Args:
+        query: [B, heads, head_dim].
+        key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], in query's dtype or an
+            8-bit float.
+        block_table: [B, N] integer; entries behind a sequence's last block are not read.
+        key_start: [B] int32 position of the first key of a sequence's first block in the table.
+        seq_lens: [B] int32 tokens so far, the newest included; 0: a row that is padding, which
+            gets zeros.
+        scale: multiplies the scores before the softmax.
+        window: keys a query sees, its own included; None: all.
+        out: [B, heads, head_dim] to write to.
+
+    Returns:
+        [B, heads, head_dim] in query's dtype. head_dim must be a power of two.
+    """
+    num_sequences, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if not num_sequences:
+        return out
+    assert head_dim == next_power_of_2(head_dim)
+    assert query.stride()[1:] == (head_dim, 1)
+    assert block_table.stride(1) == 1
+    assert out.is_contiguous()
+    group = num_heads // num_kv_heads
+    splits = _num_splits(num_sequences * num_kv_heads, num_multiprocessors(query.device))
+    part_out = part_sums = None
+    if splits > 1:
+        parts = (num_sequences, num_heads, splits)
+        part_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=query.device)
+        part_sums = torch.empty((*parts, 2), dtype=torch.float32, device=query.device)
+    _decode_kernel[(num_sequences, num_kv_heads, splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        key_start,
+        seq_lens,
+        out,
+        part_out,
+        part_sums,
+        query.stride(0),
+        block_table.stride(0),
+        scale * LOG2_E,
+        0 if window is None else window,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        HAS_WINDOW=window is not None,
+        SPLITS=splits,
+        BLOCK_G=max(16, next_power_of_2(group)),
+        BLOCK_S=_BLOCK_S,
+        IN_FLOAT32=dot_in_float32(query.dtype),
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        block_h = 4
+        total_heads = num_sequences * num_heads
+        _combine_kernel[(-(-total_heads // block_h),)](
+            part_out,
+            part_sums,
+            out,
+            total_heads,
+            HEAD_DIM=head_dim,
+            SPLITS=splits,
+            BLOCK_H=block_h,
+            num_warps=4,
+        )
+    return out
+
+
+def _num_splits(num_programs: int, num_cores: int) -> int:
+    """Parts of the keys, so that every core has about four programs; a power of two."""
+    wanted = max(1, 4 * num_cores // num_programs)
+    return min(_MAX_SPLITS, next_power_of_2(wanted + 1) // 2)

@@ -11,6 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from musespark.ops.precision import wide_dtype
+from musespark.ops.triton_import import dot_in_float32, next_power_of_2, round_to, tl, triton
+
+LOG2_E = 1.4426950408889634
+"""exp(x) = exp2(LOG2_E * x): kernels fold it into the scale."""
+
+# Rows (query heads that share a key-value head, times tokens) and keys of the kernel's tiles.
+_BLOCK_ROWS = 128
+_BLOCK_S = 64
 
 # Queries handled by one call on a windowed layer: keys outside the chunk's windows are not read,
 # so that the work grows with tokens times window, not with tokens squared.
@@ -102,3 +110,237 @@ def _attend(
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).flatten(1, 2)  # [T, heads, head_dim]
+
+
+@triton.jit
+def attention_tile(
+    query,
+    position,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    first_key,
+    start,
+    stop,
+    log2_scale,
+    window,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """Attention of query [M, head_dim] at `position` [M] over the keys from `start` to `stop`.
+
+    Returns the softmax's pieces: maximum [M] (of scores in powers of two), sum [M], and the sum of
+    the values [M, head_dim], not yet divided. A row that sees no key has sum 0.
+    """
+    d = tl.arange(0, HEAD_DIM)
+    dtype: tl.constexpr = tl.float32 if IN_FLOAT32 else query.dtype
+    query = query.to(dtype)
+    # Finite, so that a row without a visible key stays free of NaN.
+    top = tl.full((BLOCK_M,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    out = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    for begin in range(start, stop, BLOCK_S):
+        key_position = begin + tl.arange(0, BLOCK_S)
+        exists = key_position < stop
+        place = key_position - first_key
+        block = tl.load(table_ptr + place // BLOCK_SIZE, exists, other=0).to(tl.int64)
+        row = (block * BLOCK_SIZE + place % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        key = tl.load(key_ptr + row[None, :] + d[:, None], exists[None, :] & (d >= 0)[:, None], 0.0)
+        value = tl.load(
+            value_ptr + row[:, None] + d[None, :], exists[:, None] & (d >= 0)[None, :], 0.0
+        )
+        scores = tl.dot(query, key.to(dtype), input_precision="ieee") * log2_scale
+        visible = exists[None, :]
+        if CAUSAL:
+            visible = visible & (key_position[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (key_position[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        factor = tl.exp2(top - new_top)
+        weights = tl.exp2(scores - new_top[:, None])
+        total = total * factor + tl.sum(weights, axis=1)
+        out = tl.dot(
+            weights.to(dtype), value.to(dtype), out * factor[:, None], input_precision="ieee"
+        )
+        top = new_top
+    return top, total, out
+
+
+@triton.jit
+def _prefill_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    query_start_ptr,
+    key_start_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    first_sequence,
+    num_sequences,
+    query_stride,
+    table_stride,
+    log2_scale,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """A run of BLOCK_T tokens of one sequence (axis 0) with the query heads of one KV head (1).
+
+    Sequence b owns at least as many runs as it needs if its first is query_start[b] // BLOCK_T + b,
+    so a program finds its sequence by bisection, and no list of runs has to be built. The last
+    runs, which see the most keys, start first.
+    """
+    run = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first_token = tl.load(query_start_ptr + first_sequence)
+    low, high = first_sequence, num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = (tl.load(query_start_ptr + middle) - first_token) // BLOCK_T
+        after = begin + middle - first_sequence <= run
+        low = tl.where(after, middle, low)
+        high = tl.where(after, high, middle)
+    sequence = low
+    query_start = tl.load(query_start_ptr + sequence)
+    num_queries = tl.load(query_start_ptr + sequence + 1) - query_start
+    own_run = run - ((query_start - first_token) // BLOCK_T + sequence - first_sequence)
+    begin = own_run * BLOCK_T
+    if begin < num_queries:
+        length = tl.load(seq_lens_ptr + sequence)
+        first_key = tl.load(key_start_ptr + sequence)
+        row = tl.arange(0, BLOCK_T * BLOCK_G)
+        token, member = begin + row // BLOCK_G, row % BLOCK_G
+        d = tl.arange(0, HEAD_DIM)
+        inside = ((token < num_queries) & (member < GROUP))[:, None] & (d >= 0)[None, :]
+        head = kv_head * GROUP + member
+        flat = (query_start + token).to(tl.int64)
+        query = tl.load(
+            query_ptr + (flat * query_stride + head * HEAD_DIM)[:, None] + d[None, :],
+            inside,
+            other=0.0,
+        )
+        position = length - num_queries + token
+        start = first_key
+        if HAS_WINDOW:
+            start = tl.maximum(start, length - num_queries + begin - window + 1)
+        stop = tl.minimum(length, length - num_queries + begin + BLOCK_T)
+        _, total, out = attention_tile(
+            query,
+            position,
+            key_ptr + kv_head * HEAD_DIM,
+            value_ptr + kv_head * HEAD_DIM,
+            table_ptr + sequence.to(tl.int64) * table_stride,
+            first_key,
+            start,
+            stop,
+            log2_scale,
+            window,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            True,
+            BLOCK_T * BLOCK_G,
+            BLOCK_S,
+            IN_FLOAT32,
+        )
+        out = out / tl.where(total > 0, total, 1.0)[:, None]
+        place = (flat * (KV_HEADS * GROUP) + head) * HEAD_DIM
+        tl.store(
+            out_ptr + place[:, None] + d[None, :], round_to(out, out_ptr.dtype.element_ty), inside
+        )
+
+
+def attention_prefill_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    key_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    first_sequence: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of the new tokens of many sequences over the paged cache, in one launch.
+
+    Args:
+        query: [T, heads, head_dim].
+        key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], in query's dtype or an
+            8-bit float, the new tokens' own keys and values included.
+        block_table: [B, N] integer blocks of each sequence in order of position.
+        query_start: [B + 1] int32 first new token of each sequence, and T at the end.
+        key_start: [B] int32 position of the first key of a sequence's first block in the table.
+        seq_lens: [B] int32 tokens of each sequence, the new ones included.
+        scale: multiplies the scores before the softmax.
+        window: keys a query sees, its own included; None: all up to its own.
+        first_sequence: sequences before it, one token each, are left out.
+        out: [T, heads, head_dim] to write to.
+
+    Returns:
+        [T, heads, head_dim] in query's dtype. head_dim must be a power of two.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    num_sequences = seq_lens.shape[0]
+    if num_sequences == first_sequence:
+        return out
+    assert head_dim == next_power_of_2(head_dim)
+    assert query.stride()[1:] == (head_dim, 1)
+    assert block_table.stride(1) == 1
+    assert out.is_contiguous()
+    group = num_heads // num_kv_heads
+    block_g = next_power_of_2(group)
+    # Wide heads and float32 take more room, and the interpreter more time.
+    in_float32 = dot_in_float32(query.dtype)
+    rows = 16 if in_float32 else _BLOCK_ROWS
+    block_t = max(1, rows // block_g)
+    runs = (num_tokens - first_sequence) // block_t + num_sequences - first_sequence
+    _prefill_kernel[(runs, num_kv_heads)](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start,
+        key_start,
+        seq_lens,
+        out,
+        first_sequence,
+        num_sequences,
+        query.stride(0),
+        block_table.stride(0),
+        scale * LOG2_E,
+        0 if window is None else window,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        HAS_WINDOW=window is not None,
+        BLOCK_G=block_g,
+        BLOCK_T=block_t,
+        BLOCK_S=32 if in_float32 else _BLOCK_S,
+        IN_FLOAT32=in_float32,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from musespark.ops.precision import wide_dtype
 from musespark.ops.rms_norm import rms_norm
+from musespark.ops.triton_import import next_power_of_2, num_multiprocessors, round_to, tl, triton
 
 # Bounds the float32 intermediate of one chunk to 128 MiB.
 _CHUNK_ELEMENTS = 32 * 2**20
@@ -90,3 +91,80 @@ def _norm(rows: Tensor, gain: Tensor, eps: float, variance_size: int | None) -> 
     scaled = rows.to(wide) * gain
     mean_square = scaled[:, :variance_size].square().mean(dim=-1, keepdim=True)
     return scaled * torch.rsqrt(mean_square + eps)
+
+
+@triton.jit
+def _finalize_kernel(
+    rows_ptr,
+    weights_ptr,
+    index_ptr,
+    gain_ptr,
+    out_ptr,
+    num_tokens,
+    width,
+    row_stride,
+    eps,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tokens program_id, program_id + num_programs, ... by one program.
+
+    A token's K rows are one tile, so that their K means cost one reduction; each thread holds the
+    same columns of every row and sums over the routes by itself. While one token is computed, the
+    rows of the next ones are on their way.
+    """
+    slot = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gain = tl.load(gain_ptr + column, inside, other=0.0)
+    for token in tl.range(tl.program_id(0), num_tokens, tl.num_programs(0), num_stages=STAGES):
+        route = tl.cast(token, tl.int64) * TOP_K + slot
+        index = tl.load(index_ptr + route, slot < TOP_K, other=-1).to(tl.int64)
+        weight = tl.load(weights_ptr + route, slot < TOP_K, other=0.0)
+        here = index >= 0
+        rows = tl.load(
+            rows_ptr + index[:, None] * row_stride + column[None, :],
+            here[:, None] & inside[None, :],
+            other=0.0,
+        )
+        scaled = rows.to(tl.float32) * gain[None, :]
+        factor = tl.rsqrt(tl.sum(scaled * scaled, axis=1) / width + eps)
+        factor = tl.where(here, weight * factor, 0.0)
+        total = tl.sum(scaled * factor[:, None], axis=0)
+        offset = tl.cast(token, tl.int64) * width + column
+        tl.store(out_ptr + offset, round_to(total, out_ptr.dtype.element_ty), inside)
+
+
+def expert_finalize_triton(
+    rows: Tensor, route_weights: Tensor, route_index: Tensor, gain: Tensor, eps: float
+) -> Tensor:
+    """`expert_finalize` as one kernel."""
+    num_tokens, top_k = route_index.shape
+    width = rows.shape[-1]
+    out = rows.new_empty((num_tokens, width))
+    if not out.numel():
+        return out
+    assert rows.stride(1) == 1
+    assert route_weights.is_contiguous()
+    assert route_index.is_contiguous()
+    block = next_power_of_2(width)
+    programs = num_multiprocessors(rows.device)
+    _finalize_kernel[(min(num_tokens, programs),)](
+        rows,
+        route_weights,
+        route_index,
+        gain,
+        out,
+        num_tokens,
+        width,
+        rows.stride(0),
+        eps,
+        TOP_K=top_k,
+        BLOCK_K=next_power_of_2(top_k),
+        BLOCK=block,
+        STAGES=1 if num_tokens <= programs else 3,
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return out

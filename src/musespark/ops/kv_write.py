@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from musespark.ops.triton_import import tl, triton
+
 
 def kv_write(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
@@ -31,3 +33,12 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)
     return x.to(dtype)
+
+
+@triton.jit
+def store_cached(pointer, value, inside):
+    """Store into a cache of any float dtype; an 8-bit float saturates."""
+    kind: tl.constexpr = pointer.dtype.element_ty
+    if kind == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
+    tl.store(pointer, value.to(kind), inside)

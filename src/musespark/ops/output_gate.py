@@ -8,6 +8,10 @@ from torch import Tensor
 
 from musespark.ops.precision import wide_dtype
 from musespark.ops.rms_norm import rms_norm, rms_norm_reference
+from musespark.ops.triton_import import next_power_of_2, round_to, tl, triton
+
+# Heads that one program handles.
+_HEADS = 32
 
 
 def output_gate_reference(attention_output: Tensor, gate: Tensor, eps: float) -> Tensor:
@@ -31,3 +35,52 @@ def output_gate(attention_output: Tensor, gate: Tensor, eps: float) -> Tensor:
     wide = wide_dtype(attention_output.dtype)
     normed = rms_norm(attention_output, None, eps, out_dtype=wide)
     return normed.mul_(torch.sigmoid(gate.to(wide))).to(attention_output.dtype)
+
+
+@triton.jit
+def _output_gate_kernel(
+    attention_ptr,
+    gate_ptr,
+    out_ptr,
+    num_heads,
+    attention_stride,
+    gate_stride,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """One token (axis 0) and a block of its heads (axis 1) per program."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    place = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    inside = place < num_heads * HEAD_DIM
+    x = tl.load(attention_ptr + token * attention_stride + place, inside, other=0.0)
+    gate = tl.load(gate_ptr + token * gate_stride + place, inside, other=0.0)
+    x = x.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+    out = normed * tl.sigmoid(gate.to(tl.float32))
+    out = round_to(out, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * num_heads * HEAD_DIM + place, out, inside)
+
+
+def output_gate_triton(attention_output: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """`output_gate` as one kernel; head_dim must be a power of two."""
+    num_tokens, num_heads, head_dim = attention_output.shape
+    out = attention_output.new_empty(attention_output.shape)
+    if not num_tokens:
+        return out
+    assert head_dim == next_power_of_2(head_dim)
+    assert attention_output.stride()[1:] == gate.stride()[1:] == (head_dim, 1)
+    _output_gate_kernel[(num_tokens, -(-num_heads // _HEADS))](
+        attention_output,
+        gate,
+        out,
+        num_heads,
+        attention_output.stride(0),
+        gate.stride(0),
+        eps,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=_HEADS,
+        num_warps=4,
+    )
+    return out

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from musespark.ops.precision import wide_dtype
+from musespark.ops.triton_import import next_power_of_2, round_to, tl, triton
 
 
 def rms_norm_reference(
@@ -75,3 +76,66 @@ def root_mean_square(x: Tensor, eps: float) -> Tensor:
 @cache
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    gain_ptr,
+    out_ptr,
+    width,
+    x_stride,
+    eps,
+    HAS_GAIN: tl.constexpr,
+    SCALE_INPUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * x_stride + column, inside, other=0.0).to(tl.float32)
+    if HAS_GAIN:
+        gain = tl.load(gain_ptr + column, inside, other=0.0)
+    if SCALE_INPUT:
+        x *= gain
+    normed = x * tl.rsqrt(tl.sum(x * x) / width + eps)
+    if HAS_GAIN and not SCALE_INPUT:
+        normed *= gain
+    tl.store(out_ptr + row * width + column, round_to(normed, out_ptr.dtype.element_ty), inside)
+
+
+def rms_norm_triton(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    *,
+    scale_input: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`rms_norm` as one kernel; x [T, N] or [N] with contiguous rows."""
+    out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    width = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(-1, width)
+    assert rows.stride(1) == 1
+    block = next_power_of_2(width)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows,
+        gain,
+        out,
+        width,
+        rows.stride(0),
+        eps,
+        HAS_GAIN=gain is not None,
+        SCALE_INPUT=scale_input and gain is not None,
+        BLOCK=block,
+        num_warps=row_warps(block),
+    )
+    return out
+
+
+def row_warps(block: int) -> int:
+    """Warps for a program that holds a row of `block` elements: about eight elements a thread."""
+    return max(1, min(32, block // 256))

@@ -10,6 +10,9 @@ The bias selects and never weights. A padding row gets id -1 and weight 0: it to
 import torch
 from torch import Tensor
 
+from musespark.ops.router_gemm import router_gemm, router_gemm_triton
+from musespark.ops.triton_import import next_power_of_2, tl, triton
+
 # In no config file; fixed by the released model's implementation.
 DIVISION_EPS = 1e-15
 
@@ -47,3 +50,134 @@ def route_topk(
         ids = ids.masked_fill(padding[:, None], -1)
         weights = weights.masked_fill(padding[:, None], 0.0)
     return weights, ids
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scale: float,
+    *,
+    scoring: str = "sigmoid",
+    padding: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Router product and choice: x [T, D], weight [E, D] float32; the rest as `route_topk`."""
+    logits = router_gemm(x, weight)
+    return route_topk(logits, bias, top_k, scale, scoring=scoring, padding=padding)
+
+
+@triton.jit
+def _route_kernel(
+    parts_ptr,
+    bias_ptr,
+    padding_ptr,
+    weights_ptr,
+    ids_ptr,
+    num_tokens,
+    num_experts,
+    scale,
+    division_eps,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One token per program: its logits are summed over the parts, then the K best are taken.
+
+    Score and id are packed into one integer that orders like (score, -id), so that the maximum is
+    the best score's lowest id.
+    """
+    token = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    inside = expert < num_experts
+    logits = tl.zeros((BLOCK_E,), tl.float32)
+    for part in tl.static_range(PARTS):
+        place = (part * num_tokens + token).to(tl.int64) * num_experts + expert
+        logits += tl.load(parts_ptr + place, inside, other=0.0)
+    if SIGMOID:
+        scores = tl.sigmoid(logits)
+    else:
+        logits = tl.where(inside, logits, -float("inf"))
+        scores = tl.exp(logits - tl.max(logits))
+        scores /= tl.sum(scores)
+    biased = scores + tl.load(bias_ptr + expert, inside, other=0.0)
+    bits = biased.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    LOWEST: tl.constexpr = -(2**62)
+    keys = tl.where(inside, (ordered << 16) | (BLOCK_E - 1 - expert), LOWEST)
+    slot = tl.arange(0, BLOCK_K)
+    ids = tl.zeros((BLOCK_K,), tl.int64)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    total = 0.0
+    for k in tl.static_range(TOP_K):
+        best = tl.max(keys)
+        chosen = keys == best
+        score = tl.sum(tl.where(chosen, scores, 0.0))
+        keys = tl.where(chosen, LOWEST, keys)
+        ids = tl.where(slot == k, BLOCK_E - 1 - (best & 0xFFFF), ids)
+        weights = tl.where(slot == k, score, weights)
+        total += score
+    weights = weights / (total + division_eps) * scale
+    if HAS_PADDING:
+        is_padding = tl.load(padding_ptr + token) != 0
+        ids = tl.where(is_padding, -1, ids)
+        weights = tl.where(is_padding, 0.0, weights)
+    out = token.to(tl.int64) * TOP_K + slot
+    tl.store(weights_ptr + out, weights, slot < TOP_K)
+    tl.store(ids_ptr + out, ids, slot < TOP_K)
+
+
+def route_topk_triton(
+    logit_parts: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scale: float,
+    *,
+    scoring: str = "sigmoid",
+    padding: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`route_topk` as one kernel, of logits [S, T, E] float32 to be summed over S."""
+    parts, num_tokens, num_experts = logit_parts.shape
+    assert top_k <= num_experts <= 2**16
+    device = logit_parts.device
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int64, device=device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            logit_parts,
+            bias,
+            padding,
+            weights,
+            ids,
+            num_tokens,
+            num_experts,
+            scale,
+            DIVISION_EPS,
+            TOP_K=top_k,
+            PARTS=parts,
+            SIGMOID=scoring == "sigmoid",
+            HAS_PADDING=padding is not None,
+            BLOCK_K=next_power_of_2(top_k),
+            BLOCK_E=next_power_of_2(num_experts),
+            num_warps=4 if parts > 4 else 1,
+        )
+    return weights, ids
+
+
+def route_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scale: float,
+    *,
+    scoring: str = "sigmoid",
+    padding: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`route` as two kernels."""
+    parts = router_gemm_triton(x, weight) if x.dtype == torch.bfloat16 else router_gemm(x, weight)
+    parts = parts.view(-1, *parts.shape[-2:])
+    return route_topk_triton(parts, bias, top_k, scale, scoring=scoring, padding=padding)

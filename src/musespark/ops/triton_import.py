@@ -9,6 +9,17 @@ from typing import Any
 
 import torch
 
+__all__ = [
+    "HAS_TRITON",
+    "IS_INTERPRETED",
+    "dot_in_float32",
+    "next_power_of_2",
+    "num_multiprocessors",
+    "round_to",
+    "tl",
+    "triton",
+]
+
 try:
     import triton
     import triton.language as tl
@@ -30,6 +41,19 @@ else:
     HAS_TRITON = True
     IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
     """Whether kernels run in Triton's interpreter, on the CPU: for tests."""
+
+
+_INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """Float32 `x` in `dtype`, rounded to nearest even; the interpreter would cut bits off."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 def next_power_of_2(value: int) -> int:

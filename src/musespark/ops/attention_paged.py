@@ -1,0 +1,137 @@
+"""Attention of one step over the paged cache: decoding and prefilling sequences, one after another.
+
+The formula is that of attention_prefill. A step's tokens lie flat; the sequences that decode (one
+new token each) come first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from musespark.ops.attention_decode import (
+    attention_decode,
+    attention_decode_triton,
+    gather_blocks,
+)
+from musespark.ops.attention_prefill import attention_prefill, attention_prefill_triton
+
+
+@dataclass(frozen=True, slots=True)
+class SequencesOnDevice:
+    """What a kernel must know of the step's sequences."""
+
+    query_start: Tensor
+    """[B + 1] int32 first token of each sequence, and T at the end."""
+    seq_lens: Tensor
+    """[B] int32 tokens of each sequence including this step's; 0 on a row that is padding."""
+    key_start: Tensor
+    """[B] int32 position of the first key in each sequence's first block of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSequences:
+    """The step's sequences and their blocks, as one kind of layers (full or sliding) sees them."""
+
+    num_decodes: int
+    """How many sequences, from the first on, have one new token."""
+    query_start: tuple[int, ...]
+    """[B + 1] first token of each sequence in this step, and T at the end."""
+    seq_lens: tuple[int, ...]
+    """[B] tokens of each sequence including this step's."""
+    key_start: tuple[int, ...]
+    """[B] position of the first key in each sequence's first block of the table."""
+    block_table: Tensor
+    """[B, N] integer blocks of each sequence in order of position."""
+    decode_table: Tensor
+    """[num_decodes, M] the decoding sequences' part of the table, no wider than needed."""
+    decode_mask: Tensor
+    """[num_decodes, M * block_size] bool: the keys that each decoding sequence sees."""
+    on_device: SequencesOnDevice | None
+    """The lengths again, for kernels."""
+
+
+def attention_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sequences: PagedSequences,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of the step's tokens; decoding sequences in one call, then each other in its own.
+
+    Args:
+        query: [T, heads, head_dim].
+        key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], this step's own keys and
+            values included.
+        sequences: whose tokens these are.
+        scale: multiplies the scores before the softmax.
+        window: keys a query sees, its own included; None: all up to its own.
+
+    Returns:
+        [T, heads, head_dim] in query's dtype.
+    """
+    outputs = []
+    if decodes := sequences.num_decodes:
+        outputs.append(
+            attention_decode(
+                query[:decodes],
+                key_cache,
+                value_cache,
+                sequences.decode_table,
+                sequences.decode_mask,
+                scale,
+            )
+        )
+    for row in range(decodes, len(sequences.seq_lens)):
+        start, stop = sequences.query_start[row], sequences.query_start[row + 1]
+        num_keys = sequences.seq_lens[row] - sequences.key_start[row]
+        blocks = sequences.block_table[row, : -(-num_keys // key_cache.shape[1])]
+        # [S, kv_heads, head_dim]; the cache may hold a narrower type.
+        key = gather_blocks(key_cache, blocks)[:num_keys].to(query.dtype)
+        value = gather_blocks(value_cache, blocks)[:num_keys].to(query.dtype)
+        outputs.append(attention_prefill(query[start:stop], key, value, scale, window))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attention_paged_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sequences: PagedSequences,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`attention_paged` in a fixed number of launches, whatever the sequences' lengths."""
+    on_device = sequences.on_device
+    assert on_device is not None
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    decodes = sequences.num_decodes
+    if decodes:
+        attention_decode_triton(
+            query[:decodes],
+            key_cache,
+            value_cache,
+            sequences.block_table[:decodes],
+            on_device.key_start[:decodes],
+            on_device.seq_lens[:decodes],
+            scale,
+            window,
+            out=out[:decodes],
+        )
+    if query.shape[0] > decodes:
+        attention_prefill_triton(
+            query,
+            key_cache,
+            value_cache,
+            sequences.block_table,
+            on_device.query_start,
+            on_device.key_start,
+            on_device.seq_lens,
+            scale,
+            window,
+            first_sequence=decodes,
+            out=out,
+        )
+    return out

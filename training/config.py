@@ -39,7 +39,7 @@ class Recipe:
     """The training. One step is `rows` x `row_tokens` tokens."""
 
     seed: int = 0
-    steps: int = 9_000
+    steps: int = 8_500
     rows: int = 96
     row_tokens: int = 512
     steps_per_chunk: int = 16  # data is made, and checkpoints are taken, in chunks of steps

@@ -5,7 +5,6 @@ python -m training.train --out build/spark-mini --seconds 500    # a piece; run 
 """
 
 import argparse
-import json
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -173,7 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train Spark-Mini.")
     parser.add_argument("--out", type=Path, required=True, help="folder for all that is written")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after; resumable")
-    parser.add_argument("--processes", type=int, default=8, help="that make data")
+    parser.add_argument("--processes", type=int, default=6, help="that make data")
     parser.add_argument("--steps", type=int, default=RECIPE.steps)
     parser.add_argument("--rows", type=int, default=RECIPE.rows)
     parser.add_argument("--samples", type=int, default=200, help="questions a task at the end")
@@ -202,15 +201,14 @@ def main() -> None:
             layer.compile()
     finished = train(trainer, arguments.processes, started + arguments.seconds)
     trainer.save(state)
+    checkpoint = arguments.out / "checkpoint"
+    export(trainer.model, checkpoint)
     print(f"{time.monotonic() - started:.0f} s in this piece", flush=True)
     if not finished:
         print("Not finished: run the same command again to go on.")
         return
-    checkpoint = arguments.out / "checkpoint"
-    export(trainer.model, checkpoint)
     round_like_export(trainer.model)
-    results = evaluate_all(trainer.model, checkpoint, arguments.samples)
-    (arguments.out / "accuracy.json").write_text(json.dumps(results, indent=2) + "\n")
+    evaluate_all(trainer.model, checkpoint, arguments.samples, arguments.out / "accuracy.json")
 
 
 if __name__ == "__main__":

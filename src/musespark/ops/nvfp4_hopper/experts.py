@@ -7,6 +7,7 @@ from torch import Tensor
 
 from musespark.ops.nvfp4_hopper.kernel import nvfp4_experts_kernel
 from musespark.ops.nvfp4_hopper.layout import (
+    K_BLOCK,
     LEFTOVER,
     check_shape,
     gate_up_rows,
@@ -151,7 +152,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.data.view(torch.uint8).flatten().view(torch.uint32)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether this path is for the device: a Hopper GPU, with Triton at hand."""
+def runs_on(device: torch.device, width: int, inner: int) -> bool:
+    """Whether experts of these widths, H and I, have this path: on a Hopper GPU with Triton."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return HAS_TRITON and is_hopper
+    return HAS_TRITON and is_hopper and width % K_BLOCK == 0 and inner % K_BLOCK == 0

@@ -9,7 +9,12 @@ tokens the right one, so that a few tokens fill a small instruction and no lane 
 """
 
 from musespark.ops.nvfp4_hopper import layout
-from musespark.ops.nvfp4_hopper.work_list import find_item, finish_strip, wait_for_strips
+from musespark.ops.nvfp4_hopper.work_list import (
+    find_item,
+    finish_strip,
+    is_class,
+    wait_for_strips,
+)
 from musespark.ops.triton_import import tl, triton
 
 _K = tl.constexpr(layout.K_BLOCK)
@@ -241,7 +246,7 @@ def nvfp4_experts_kernel(
             gate_scale = tl.load(gate_up_factors + 2 * expert)
             up_scale = tl.load(gate_up_factors + 2 * expert + 1)
             for c in tl.static_range(len(MAINS)):
-                if _is_class(size, MAINS, TAILS, c):
+                if is_class(size, MAINS, TAILS, c):
                     _strip(
                         x, gate_up, gate_up_scales, hidden, order, None, top_k,
                         expert, strip, start, end, gate_scale, up_scale,
@@ -253,19 +258,10 @@ def nvfp4_experts_kernel(
             wait_for_strips(record, UP_STRIPS)
             down_scale = tl.load(down_factors + expert)
             for c in tl.static_range(len(MAINS)):
-                if _is_class(size, MAINS, TAILS, c):
+                if is_class(size, MAINS, TAILS, c):
                     _strip(
                         hidden, down, down_scales, rows, None, order, top_k,
                         expert, strip, start, end, down_scale, down_scale,
                         WIDTH, INNER, WARPS, DOWN_GROUPS, MAINS[c], TAILS[c], False,
                         STAGES, UNROLL, EMULATE,
                     )  # fmt: skip
-
-
-@triton.jit
-def _is_class(size, MAINS: tl.constexpr, TAILS: tl.constexpr, c: tl.constexpr):
-    """Whether class c is the first that holds so many tokens."""
-    fits = size <= MAINS[c] + TAILS[c]
-    if c > 0:
-        fits = fits & (size > MAINS[c - 1] + TAILS[c - 1])
-    return fits

@@ -221,3 +221,12 @@ def wait_for_strips(record, count):
     """Until so many strips of the tile are finished and visible."""
     while tl.atomic_add(record + _NUM_FINISHED, 0, sem="acquire") < count:
         pass
+
+
+@triton.jit
+def is_class(size, MAINS: tl.constexpr, TAILS: tl.constexpr, c: tl.constexpr):
+    """Whether class c is the first that holds so many tokens."""
+    fits = size <= MAINS[c] + TAILS[c]
+    if c > 0:
+        fits = fits & (size > MAINS[c - 1] + TAILS[c - 1])
+    return fits

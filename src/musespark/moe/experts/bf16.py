@@ -16,8 +16,10 @@ from musespark.moe.experts.slots import (
     stored_one_by_one,
 )
 from musespark.moe.router import Routing
+from musespark.ops.bf16_grouped_gemm_hopper import HopperBF16Experts
 from musespark.ops.expert_permute import group_by_expert
 from musespark.ops.grouped_gemm import can_pack_grouped, grouped_gemm, pack_grouped_gemm
+from musespark.ops.nvfp4_hopper import runs_on
 from musespark.ops.silu_mul import silu_mul
 from musespark.ops.small_experts import are_small, small_experts
 from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
@@ -53,6 +55,7 @@ class GroupedExperts(nn.Module):
             self.width, config.post_norm_eps, dtype=dtype, device=device
         )
         self._are_small = are_small(self.gate_up_proj, self.down_proj)
+        self._hopper: HopperBF16Experts | None = None
         self._gate_up = grouped_gemm(self.gate_up_proj)
         self._down = grouped_gemm(self.down_proj)
 
@@ -73,11 +76,22 @@ class GroupedExperts(nn.Module):
         """Move the weights to the machine's fastest layout; their plain form is given up."""
         if self.keeps_plain_weights or self._are_small:
             return
+        if self._pack_for_hopper():
+            return
         for name, matmul in (("gate_up_proj", "_gate_up"), ("down_proj", "_down")):
             weight = getattr(self, name)
             if weight is not None and can_pack_grouped(weight):
                 setattr(self, matmul, pack_grouped_gemm(weight))
                 setattr(self, name, None)
+
+    def _pack_for_hopper(self) -> bool:
+        """Take the path for Hopper GPUs, if there is one here; says whether it was taken."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if gate_up is None or down is None or gate_up.dtype != torch.bfloat16:
+            return False
+        if runs_on(gate_up.device, self.width, self.part.inner_size):
+            self._hopper = HopperBF16Experts(gate_up.data, down.data)
+        return self._hopper is not None
 
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""
@@ -86,6 +100,10 @@ class GroupedExperts(nn.Module):
     def forward(self, activations: Activations, routing: Routing) -> ExpertOutput:
         """Run the experts on pooled, normed activations [T, H]."""
         assert isinstance(activations, Tensor)
+        if self._hopper is not None:
+            first_expert = self.part.first_expert or 0
+            rows, index = self._hopper(activations, routing.ids, first_expert=first_expert)
+            return ExpertOutput(rows, routing.weights, index, route_major=True)
         if self._are_small and not self.keeps_plain_weights:
             assert self.gate_up_proj is not None
             assert self.down_proj is not None

@@ -29,6 +29,7 @@ from musespark.moe.router import Routing
 from musespark.ops.expert_permute import group_by_expert
 from musespark.ops.nvfp4 import GROUP_SIZE
 from musespark.ops.nvfp4_grouped_gemm import nvfp4_grouped_gemm, pack_nvfp4_grouped_gemm
+from musespark.ops.nvfp4_hopper import HopperNVFP4Experts, runs_on
 from musespark.ops.precision import wide_dtype
 from musespark.ops.scaled_silu_mul import scaled_silu_mul
 from musespark.parallel.shard import HasTensor, WeightSlot, copy_into, weight_slots
@@ -48,6 +49,8 @@ class NVFP4Experts(nn.Module):
     down_proj_weight_scale: nn.Parameter | None
     down_proj_weight_scale_2: nn.Parameter
     down_proj_input_scale: nn.Parameter
+    multiplies_bfloat16 = True
+    """Whether activations enter the products as they are."""
     keeps_plain_weights = False
     """Whether `pack` does nothing, and every product reads the checkpoint's own layout."""
 
@@ -88,6 +91,7 @@ class NVFP4Experts(nn.Module):
         self.post_expert_norm = WeightFirstRMSNorm(
             width, config.post_norm_eps, dtype=dtype, device=device
         )
+        self._hopper: HopperNVFP4Experts | None = None
         self._gate_up = nvfp4_grouped_gemm(self.gate_up_proj, self.gate_up_proj_weight_scale)
         self._down = nvfp4_grouped_gemm(self.down_proj, self.down_proj_weight_scale)
 
@@ -130,6 +134,8 @@ class NVFP4Experts(nn.Module):
         """Rearrange the weights in place for fast look-ups; their plain form is given up."""
         if self.keeps_plain_weights:
             return
+        if self._pack_for_hopper():
+            return
         for name in ("gate_up", "down"):
             codes = getattr(self, f"{name}_proj")
             scales = getattr(self, f"{name}_proj_weight_scale")
@@ -138,6 +144,23 @@ class NVFP4Experts(nn.Module):
                 setattr(self, f"{name}_proj", None)
                 setattr(self, f"{name}_proj_weight_scale", None)
 
+    def _pack_for_hopper(self) -> bool:
+        """Take the path for Hopper GPUs, if there is one here; says whether it was taken."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        scales, down_scales = self.gate_up_proj_weight_scale, self.down_proj_weight_scale
+        if gate_up is None or scales is None or down is None or down_scales is None:
+            return False
+        is_suited = self.multiplies_bfloat16 and self.dtype == torch.bfloat16
+        if not is_suited or not runs_on(gate_up.device, down.shape[1], self.part.inner_size):
+            return False
+        self._hopper = HopperNVFP4Experts(
+            gate_up.data, scales.data, self.gate_up_proj_weight_scale_2.data,
+            down.data, down_scales.data, self.down_proj_weight_scale_2.data,
+        )  # fmt: skip
+        self.gate_up_proj = self.gate_up_proj_weight_scale = None
+        self.down_proj = self.down_proj_weight_scale = None
+        return True
+
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""
         return hidden_states
@@ -145,6 +168,10 @@ class NVFP4Experts(nn.Module):
     def forward(self, activations: Activations, routing: Routing) -> ExpertOutput:
         """Run the experts on pooled, normed activations [T, H]."""
         assert isinstance(activations, Tensor)
+        if self._hopper is not None:
+            first_expert = self.part.first_expert or 0
+            rows, index = self._hopper(activations, routing.ids, first_expert=first_expert)
+            return ExpertOutput(rows, routing.weights, index, route_major=True)
         groups = group_by_expert(routing.ids, self.part.num_experts_here, self.part.first_expert)
         group_ends = groups.group_ends.tolist()
         experts = groups.expert_index()  # [R]

@@ -63,6 +63,19 @@ def test_keys_do_not_depend_on_how_they_are_extended():
         assert keys == whole
 
 
+def test_keys_of_a_group_name_the_whole_group():
+    keys: list[bytes] = []
+    extend_block_keys(keys, range(20), SIZE, 2)
+    assert len(set(keys)) == 4  # the fifth block is only half of a group
+    others: list[bytes] = []
+    extend_block_keys(others, [*range(12), 99, 99, 99, 99], SIZE, 2)
+    assert others[:2] == keys[:2]
+    assert not set(others[2:]) & set(keys)
+    again = others[:2]
+    extend_block_keys(again, range(8, 16), SIZE, 2)
+    assert again == keys
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "first"), [(0, 0), (7, 0), (8, 0), (11, 1), (12, 1), (15, 2), (16, 2)]
 )

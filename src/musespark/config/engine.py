@@ -32,6 +32,9 @@ class EngineConfig:
     memory of bf16, less exact)."""
     enable_prefix_caching: bool = True
     """Keep the keys and values of past prompts for prompts that begin alike."""
+    batch_invariant: bool = False
+    """Make a request's tokens the same bits whoever shares its batch, on one device. Sequences run
+    one by one then, so a full batch takes as long as its sequences one after the other."""
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
 
@@ -51,6 +54,12 @@ class EngineConfig:
                 "gpu_memory_utilization: must be above 0 and at most 1, "
                 f"found {self.gpu_memory_utilization}."
             )
+        if self.batch_invariant and self.fixed_chunk < self.block_size:
+            raise ConfigError(
+                f"batch_invariant: max_num_batched_tokens ({self.max_num_batched_tokens}) must "
+                f"exceed max_num_seqs ({self.max_num_seqs}) by a block of {self.block_size} at "
+                "least. Raise the first or lower the second."
+            )
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
                 f"kv_cache_dtype: must be one of {', '.join(KV_CACHE_DTYPES)}, "
@@ -62,3 +71,10 @@ class EngineConfig:
                 f"({self.max_num_batched_tokens}): every running request needs a token per step. "
                 "Lower the first or raise the second."
             )
+
+    @property
+    def fixed_chunk(self) -> int:
+        """Prompt tokens of a step where `batch_invariant` fixes them: what fits beside one token
+        of every other request, in whole blocks."""
+        room = min(self.max_num_batched_tokens - self.max_num_seqs, 256)
+        return room // self.block_size * self.block_size

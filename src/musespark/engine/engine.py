@@ -16,7 +16,7 @@ from musespark.engine.client import EngineStats
 from musespark.engine.grammar import Grammar, GrammarCompiler, new_bitmask, unpack_bitmask
 from musespark.engine.inputs import InputBuilder, wanted_rows
 from musespark.engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
-from musespark.engine.sampler import Sampler, token_logprobs
+from musespark.engine.sampler import SampledTokens, Sampler, token_logprobs
 from musespark.engine.scheduler import CacheLayout, ScheduledRequest, Scheduler
 from musespark.errors import RequestError
 from musespark.model.batch import ForwardBatch
@@ -46,6 +46,9 @@ class EngineLimits:
     eos_token_ids: frozenset[int]
     prefix_caching: bool = True
     """Keep the keys and values of past prompts for prompts that begin alike."""
+    fixed_chunk: int | None = None
+    """Read prompts in chunks of exactly so many tokens and sample row by row, so that a request's
+    tokens are the same bits in any company; needs a runner that is invariant too."""
 
 
 class NewToken(NamedTuple):
@@ -81,6 +84,7 @@ class Engine:
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             prefix_caching=limits.prefix_caching,
+            fixed_chunk=limits.fixed_chunk,
         )
         self._inputs = InputBuilder(layout, limits.max_num_seqs, runner.device)
         self._sampler = Sampler(limits.max_num_seqs, runner.device)
@@ -211,7 +215,7 @@ class Engine:
         if any(wants_prompt_logprobs(item.request) for item in schedule):
             logits = self._take_prompt_logprobs(schedule, logits)
         requests = [item.request for item in sampling]
-        sampled = self._sampler.sample(logits, requests, self._forbidden(requests))
+        sampled = self._sample(logits, requests)
         commit = self.scheduler.commit
         if len(sampling) < len(schedule):
             for item in schedule:
@@ -224,6 +228,17 @@ class Engine:
             results.append(self._commit(item, token_id, logprobs))
         self._num_new_tokens += len(results)
         return results
+
+    def _sample(self, logits: Tensor, requests: list[Request]) -> SampledTokens:
+        if self._limits.fixed_chunk is None:
+            return self._sampler.sample(logits, requests, self._forbidden(requests))
+        token_ids, logprobs = list[int](), list[TokenLogprobs | None]()
+        for row, request in enumerate(requests):
+            forbidden = self._forbidden([request])
+            sampled = self._sampler.sample(logits[row : row + 1], [request], forbidden)
+            token_ids += sampled.token_ids
+            logprobs += sampled.logprobs
+        return SampledTokens(token_ids, logprobs)
 
     def _commit(
         self, item: ScheduledRequest, token_id: int, logprobs: TokenLogprobs | None

@@ -49,8 +49,9 @@ class InputBuilder:
             first = request.num_computed_tokens
             if count == 1:
                 num_decodes += 1
-                outputs = request.output_token_ids
-                token_ids.append(outputs[-1] if outputs else request.prompt_token_ids[first])
+                prompt, outputs = request.prompt_token_ids, request.output_token_ids
+                place = first - len(prompt)
+                token_ids.append(outputs[place] if place >= 0 else prompt[first])
             else:
                 token_ids += request.token_ids(first, first + count)
             end = len(token_ids)

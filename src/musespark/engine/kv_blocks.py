@@ -28,8 +28,13 @@ class CacheLayout:
 class KVBlocks:
     """Gives blocks to requests and takes them back."""
 
-    def __init__(self, layout: CacheLayout, *, prefix_caching: bool) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: CacheLayout, *, prefix_caching: bool, fixed_chunk: int | None = None
+    ) -> None:
+        """With `fixed_chunk`, a multiple of the block size, only whole chunks of a prompt that
+        begin at its multiples are cached, because only they are the same bits for everybody."""
+        self.layout, self._fixed_chunk = layout, fixed_chunk
+        self._blocks_per_chunk = (fixed_chunk or layout.block_size) // layout.block_size
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.full_pool = BlockPool(layout.num_full_blocks)
@@ -55,9 +60,13 @@ class KVBlocks:
         size = self.layout.block_size
         if self._prefixes is None or request.params.prompt_logprobs is not None:
             return  # log-probabilities need every position computed
-        num_keys, num_tokens = len(request.block_keys), request.num_tokens
-        extend_block_keys(request.block_keys, request.token_ids(num_keys * size, num_tokens), size)
-        prefix = self._prefixes.find(request.block_keys[: (num_tokens - 1) // size])
+        num_tokens = self._num_cacheable(request)
+        self._extend_keys(request, num_tokens)
+        num_blocks = min(num_tokens, request.num_tokens - 1) // size
+        prefix = self._prefixes.find(request.block_keys[:num_blocks])
+        while partial := prefix.num_blocks % self._blocks_per_chunk:
+            whole_chunks = prefix.num_blocks - partial
+            prefix = self._prefixes.find(request.block_keys[:whole_chunks])
         self.full_pool.share(prefix.full_blocks)
         self.sliding_pool.share(prefix.sliding_blocks)
         request.full_blocks = prefix.full_blocks
@@ -124,10 +133,8 @@ class KVBlocks:
         request.num_named_blocks = stop
         if self._prefixes is None:
             return
-        if (num_keys := len(request.block_keys)) < stop:
-            extend_block_keys(
-                request.block_keys, request.token_ids(num_keys * size, stop * size), size
-            )
+        stop = min(stop, self._num_cacheable(request) // size)
+        self._extend_keys(request, stop * size)
         for number in range(start, stop):
             key = request.block_keys[number]
             if request.full_blocks:
@@ -135,6 +142,23 @@ class KVBlocks:
             place = number - request.first_sliding_block
             if 0 <= place < len(request.sliding_blocks):
                 self.sliding_pool.remember(request.sliding_blocks[place], key)
+
+    def _num_cacheable(self, request: Request) -> int:
+        """Tokens from the first on whose keys and values do not depend on who computed them."""
+        if self._fixed_chunk is None:
+            return request.num_tokens
+        return len(request.prompt_token_ids) // self._fixed_chunk * self._fixed_chunk
+
+    def _extend_keys(self, request: Request, num_tokens: int) -> None:
+        """Make the keys of all blocks that the first `num_tokens` tokens fill."""
+        known = len(request.block_keys) * self.layout.block_size
+        if known < num_tokens:
+            extend_block_keys(
+                request.block_keys,
+                request.token_ids(known, num_tokens),
+                self.layout.block_size,
+                self._blocks_per_chunk,
+            )
 
     def _release_behind_window(self, request: Request) -> None:
         first = first_visible_block(

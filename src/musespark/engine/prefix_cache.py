@@ -26,18 +26,30 @@ class CachedPrefix:
     first_sliding_block: int
 
 
-def extend_block_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
+def extend_block_keys(
+    keys: list[bytes], token_ids: Sequence[int], block_size: int, group: int = 1
+) -> None:
     """Append to `keys`, those of the blocks so far, the keys of the further blocks that
-    `token_ids` fill, which follow right after."""
+    `token_ids` fill, which follow right after.
+
+    With `group`, blocks come in groups of so many that were computed together, and each one's key
+    names all tokens of its group; only whole groups get keys.
+    """
     data = array("q", token_ids).tobytes()
-    num_bytes = block_size * 8
+    num_bytes = group * block_size * 8
     previous = keys[-1] if keys else b""
     for start in range(0, len(data) - num_bytes + 1, num_bytes):
         # Not Python's hash: two prompts that collide would share an answer.
-        digest = blake2b(previous, digest_size=16)
-        digest.update(data[start : start + num_bytes])
-        previous = digest.digest()
+        previous = _digest(previous, data[start : start + num_bytes])
+        keys += [_digest(previous, place.to_bytes(4)) for place in range(group - 1)]
         keys.append(previous)
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def first_visible_block(num_tokens: int, window: int, block_size: int) -> int:

@@ -25,3 +25,15 @@ class ModelRunner:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Logits [N, V] float32 of the batch's wanted rows; writes the batch's keys and values."""
         return self._decoder(batch, self._caches)
+
+
+class OneByOneRunner(ModelRunner):
+    """Runs every sequence of a batch on its own.
+
+    Which kernel computes a product, and in what order it adds, depends on the shape of the whole
+    batch. With one sequence at a time, every operation has the same shapes whoever shares the step.
+    """
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """As for `ModelRunner`, and the same bits for a sequence in any company."""
+        return torch.cat([super(OneByOneRunner, self).run(one) for one in batch.sequences()])

@@ -41,11 +41,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         *,
         prefix_caching: bool = True,
+        fixed_chunk: int | None = None,
     ) -> None:
-        self.layout = layout
+        """With `fixed_chunk`, which must leave room for `max_num_seqs` tokens beside it, prompts
+        are read in exactly such chunks, and outputs one token at a time even when they are computed
+        again: so what a request runs through does not depend on the others."""
+        self.layout, self._fixed_chunk = layout, fixed_chunk
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.blocks = KVBlocks(layout, prefix_caching=prefix_caching)
+        self.blocks = KVBlocks(layout, prefix_caching=prefix_caching, fixed_chunk=fixed_chunk)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """In order of arrival."""
@@ -87,7 +91,9 @@ class Scheduler:
         for request in decodes + prefills:
             if request.status is not RequestStatus.RUNNING or budget == 0:
                 continue  # preempted meanwhile, or left for the next step
-            count = _chunk(request, budget)
+            count = self._chunk(request, budget)
+            if count == 0:
+                continue
             if self.blocks.allocate(request, count):
                 scheduled.append(ScheduledRequest(request, count))
                 budget -= count
@@ -143,9 +149,10 @@ class Scheduler:
         while budget and self.waiting and self._free_slots:
             request = self.waiting[0]
             self.blocks.take_cached_prefix(request)
-            count = _chunk(request, budget)
+            count = self._chunk(request, budget)
             # With a block to spare for each that runs, so that a newcomer drives nobody out.
-            if not self.blocks.allocate(request, count, spare=len(self.running)):
+            spare = len(self.running)
+            if count == 0 or not self.blocks.allocate(request, count, spare=spare):
                 self.blocks.release(request)
                 break
             self.blocks.count_lookup(request)
@@ -156,6 +163,22 @@ class Scheduler:
             admitted.append(ScheduledRequest(request, count))
             budget -= count
         return admitted
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many of a request's tokens run in a step with this budget left."""
+        if self._fixed_chunk is not None:
+            return self._whole_chunk(request, budget, self._fixed_chunk)
+        count = min(request.num_uncomputed_tokens, budget)
+        if count > _PROMPT_LOGPROBS_CHUNK and request.params.prompt_logprobs is not None:
+            return _PROMPT_LOGPROBS_CHUNK
+        return count
+
+    def _whole_chunk(self, request: Request, budget: int, size: int) -> int:
+        first, prompt = request.num_computed_tokens, len(request.prompt_token_ids)
+        if first >= prompt:
+            return 1
+        count = min((first // size + 1) * size, prompt) - first
+        return count if count <= budget else 0
 
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the head of the queue, to be computed again."""
@@ -191,11 +214,3 @@ class Scheduler:
             if request in leader.followers:
                 leader.followers.remove(request)
                 return
-
-
-def _chunk(request: Request, budget: int) -> int:
-    """How many of a request's tokens run in a step with this budget left."""
-    count = min(request.num_uncomputed_tokens, budget)
-    if count > _PROMPT_LOGPROBS_CHUNK and request.params.prompt_logprobs is not None:
-        return _PROMPT_LOGPROBS_CHUNK
-    return count

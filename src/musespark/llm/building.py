@@ -13,7 +13,7 @@ from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
 from musespark.engine.grammar import GrammarCompiler, has_grammar_library
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.engine.runner import ModelRunner
+from musespark.engine.runner import ModelRunner, OneByOneRunner
 from musespark.llm.loading import load_decoder
 
 
@@ -60,6 +60,7 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=frozenset(decoder.config.eos_token_ids),
         prefix_caching=config.enable_prefix_caching,
+        fixed_chunk=config.fixed_chunk if config.batch_invariant else None,
     )
     grammars = _grammar_compiler(folder, decoder.config.vocab_size)
     info = EngineInfo(
@@ -76,7 +77,8 @@ def build_engine(
         device=str(decoder.device),
         structured_output=grammars is not None,
     )
-    return Engine(ModelRunner(decoder, plan.spec), layout, limits, grammars), info
+    runner = (OneByOneRunner if config.batch_invariant else ModelRunner)(decoder, plan.spec)
+    return Engine(runner, layout, limits, grammars), info
 
 
 def _grammar_compiler(folder: Path, vocab_size: int) -> GrammarCompiler | None:

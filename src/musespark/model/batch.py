@@ -4,10 +4,13 @@ Tokens of all sequences lie flat, one sequence after the other. The sequences th
 token each) come first and attend in one call; those that prefill follow.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from musespark.ops.attention_paged import SequencesOnDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,25 @@ class AttentionMetadata:
     """[num_decodes, M] int64: the decoding sequences' part of the table, no wider than needed."""
     decode_mask: Tensor
     """[num_decodes, M * block_size] bool: the keys that each decoding sequence sees."""
+    on_device: SequencesOnDevice | None = None
+    """The sequences' lengths where kernels can read them; None: sent when they are needed."""
+
+    def sequence(self, row: int, batch: "ForwardBatch") -> "AttentionMetadata":
+        """What one sequence of `batch` sees, with tables no wider than it needs."""
+        tokens = slice(batch.query_start[row], batch.query_start[row + 1])
+        num_decodes = self.decode_table.shape[0]
+        block_size = self.decode_mask.shape[1] // max(1, self.decode_table.shape[1])
+        decodes = slice(row, row + 1) if row < num_decodes else slice(0, 0)
+        width = self.block_table.shape[1]
+        if row < num_decodes:
+            width = -(-(batch.seq_lens[row] - self.key_start[row]) // block_size)
+        return AttentionMetadata(
+            block_table=self.block_table[row : row + 1, :width],
+            key_start=self.key_start[row : row + 1],
+            slot_mapping=self.slot_mapping[tokens],
+            decode_table=self.decode_table[decodes, :width],
+            decode_mask=self.decode_mask[decodes, : width * block_size],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +68,25 @@ class ForwardBatch:
     """Likewise, for the layers with a sliding window."""
     logit_rows: Tensor | None
     """[N] int64 rows of which logits are wanted; None: all."""
+    padding: Tensor | None = None
+    """[T] bool, True for rows that are no tokens; None: none are."""
+
+    def sequences(self) -> Iterator["ForwardBatch"]:
+        """Each sequence of the step as a batch of its own."""
+        wanted = [] if self.logit_rows is None else self.logit_rows.tolist()
+        for row in range(len(self.seq_lens)):
+            start, stop = self.query_start[row], self.query_start[row + 1]
+            rows = [place - start for place in wanted if start <= place < stop]
+            yield ForwardBatch(
+                token_ids=self.token_ids[start:stop],
+                positions=self.positions[start:stop],
+                query_start=(0, stop - start),
+                seq_lens=(self.seq_lens[row],),
+                num_decodes=int(row < self.num_decodes),
+                full=self.full and self.full.sequence(row, self),
+                sliding=self.sliding and self.sliding.sequence(row, self),
+                logit_rows=torch.tensor(rows, dtype=torch.int64, device=self.token_ids.device),
+            )
 
     @classmethod
     def uncached(cls, token_ids: Tensor) -> "ForwardBatch":

@@ -1,5 +1,7 @@
-"""In batch-invariant mode a request's tokens and log-probabilities are the same bits in any company:
-beside any others, through preemption, and behind any prefix that happens to be cached."""
+"""In batch-invariant mode a request's tokens and log-probabilities are the same bits in any company.
+
+Beside any others, through preemption, and behind any prefix that happens to be cached.
+"""
 
 import dataclasses
 import random
@@ -91,9 +93,8 @@ def test_prompts_are_read_in_whole_chunks_and_only_those_are_cached(decoder):
     prompt = list(range(30))
     for expected in (0, 24, 24):
         number = engine.add_request(prompt, GREEDY)
-        assert [t.num_cached_tokens for t in _drain(engine) if t.request_id == number][0] == (
-            expected
-        )
+        mine = [token for token in _drain(engine) if token.request_id == number]
+        assert mine[0].num_cached_tokens == expected
         engine.add_request([*prompt[:20], 99, 98, 97], GREEDY)  # 16 of its tokens are chunks
         _drain(engine)
 

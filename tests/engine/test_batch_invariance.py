@@ -1,4 +1,4 @@
-"""In batch-invariant mode a request's tokens and log-probabilities are the same bits in any company.
+"""In batch-invariant mode a request's tokens and log-probabilities are the same in any company.
 
 Beside any others, through preemption, and behind any prefix that happens to be cached.
 """

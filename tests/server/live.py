@@ -78,7 +78,7 @@ class LiveServer:
         self.error: BaseException | None = None
         self._server: DrainingServer | None = None
         self._is_told = False
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     @property

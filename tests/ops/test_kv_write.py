@@ -32,3 +32,15 @@ def test_non_contiguous_rows_and_a_cache_of_another_dtype():
     assert torch.equal(key_cache[4, 3], fused[0, :2].to(BF16))
     assert torch.equal(value_cache[0, 0], fused[1, 4:].to(BF16))
     assert torch.equal(value_cache[1, 2], fused[2, 4:].to(BF16))
+
+
+def test_an_eight_bit_cache_saturates():
+    values = torch.tensor([0.0, 1.0, -448.0, 460.0, 1e6, -1e9, float("inf"), 2.0**-9])
+    rows = values.view(1, 1, 8).expand(2, 2, 8).contiguous()
+    key_cache = torch.zeros(5, 4, 2, 8, dtype=torch.float8_e4m3fn)
+    value_cache = torch.zeros_like(key_cache)
+    kv_write(rows, -rows, key_cache, value_cache, torch.tensor([3, 17]))
+    expected = torch.tensor([0.0, 1.0, -448.0, 448.0, 448.0, -448.0, 448.0, 2.0**-9])
+    assert torch.equal(key_cache[0, 3].float(), expected.expand(2, 8))
+    assert torch.equal(value_cache[4, 1].float(), -expected.expand(2, 8))
+    assert not key_cache.float()[1:4].any()

@@ -1,5 +1,6 @@
 """Random NVFP4 experts for tests: codes, scales, and the float64 answer."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -144,3 +145,31 @@ def relative_error(found, exact):
     assert torch.equal(found.isnan(), exact.isnan())
     found, exact = found.nan_to_num(), exact.nan_to_num()
     return float((found - exact).norm() / exact.norm())
+
+
+def finalized_exactly(layer, h, routing, variance_size=None):
+    """The whole runner in float64."""
+    rows = exact_rows(layer, h, routing)
+    gain = 1 + layer.tensors["experts.post_expert_norm.weight"].double()
+    scaled = rows * gain
+    square = scaled[..., :variance_size].square().mean(dim=-1, keepdim=True)
+    normed = scaled / (square + layer.config.post_norm_eps).sqrt()
+    weighted = normed * routing.weights.double()[..., None]
+    return weighted.masked_fill((routing.ids < 0)[..., None], 0).sum(dim=1)
+
+
+def close(found, exact, tolerance=1e-5):
+    return float((found.double() - exact).norm() / exact.norm()) < tolerance
+
+
+def padded(output, num_extra=5, filler=float("nan")):
+    """The same output with extra rows of `filler` between the used ones."""
+    order = torch.randperm(
+        output.rows.shape[0] + num_extra, generator=torch.Generator().manual_seed(3)
+    )
+    place = order[: output.rows.shape[0]]
+    rows = torch.full((order.shape[0], output.rows.shape[1]), filler, dtype=output.rows.dtype)
+    rows[place] = output.rows
+    here = output.route_index >= 0
+    index = torch.where(here, place[output.route_index.clamp_min(0)], -1)
+    return dataclasses.replace(output, rows=rows, route_index=index)

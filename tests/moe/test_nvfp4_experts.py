@@ -92,22 +92,6 @@ def test_experts_stored_one_by_one_are_the_same_experts(kind):
     assert torch.equal(stacked.rows, split.rows)
 
 
-@pytest.mark.parametrize("stored", ["stacked", "one by one"])
-@pytest.mark.parametrize("axis", ["tensor", "expert"])
-def test_ranks_shares_add_up(axis, stored):
-    layer = make_layer(moe_intermediate_size=64)
-    tensors = layer.tensors if stored == "stacked" else one_by_one(layer)
-    h, routing = inputs(layer, 11, dtype=torch.float64)
-    whole = routed_rows(load(layer, dtype=torch.float64)(h, routing))
-    total = torch.zeros_like(whole)
-    for rank in range(4):
-        mesh = Mesh(**{axis: MeshAxis(rank, 4)})
-        experts = load(layer, dtype=torch.float64, mesh=mesh, tensors=tensors)
-        assert experts.part.gives_partial_sums == (axis == "tensor")
-        total += routed_rows(experts(h, routing)).nan_to_num()
-    assert relative_error(total, whole) < 1e-7
-
-
 def test_a_rank_keeps_its_share_only():
     layer = make_layer(moe_intermediate_size=64)
 

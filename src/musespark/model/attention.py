@@ -6,13 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig, LayerConfig
-from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.kv_cache import LayerCache
 from musespark.modules.linear import FusedLinear, Linear
-from musespark.ops.attention_decode import attention_decode, gather_blocks
+from musespark.ops.attention_paged import PagedSequences
 from musespark.ops.attention_prefill import attention_prefill
-from musespark.ops.kv_write import kv_write
-from musespark.ops.output_gate import output_gate
+from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.qk_norm_rope import qk_norm_rope
 from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
 
@@ -34,6 +32,7 @@ class Attention(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.kernels = choose_kernels(device, dtype)
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -57,7 +56,7 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        batch: ForwardBatch,
+        sequences: PagedSequences | None,
         cache: LayerCache | None,
         angles: RotaryAngles | None,
     ) -> Tensor:
@@ -65,47 +64,28 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: [T, D], normed by the caller.
-            batch: the step.
+            sequences: whose tokens these are, as layers of this kind see them.
             cache: this layer's keys and values; None: attend to the step's own tokens.
             angles: (cos, sin) of the step's positions; None on a layer without RoPE.
         """
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkvg = self.qkvg_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        qk, value, gate = qkvg.split((heads + kv_heads, kv_heads, heads), dim=1)
-        query, key = qk_norm_rope(qk, self.eps, angles).split((heads, kv_heads), dim=1)
+        qkv, gate = qkvg.split((heads + 2 * kv_heads, heads), dim=1)
         if cache is None:
-            attended = attention_prefill(query, key, value, self.scale, self.window)
+            attended = self._attend_to_own(qkv, angles)
         else:
-            metadata = batch.full if self.window is None else batch.sliding
-            assert metadata is not None
-            kv_write(key, value, cache.key, cache.value, metadata.slot_mapping)
-            attended = self._attend_paged(query, batch, metadata, cache)
-        return self.o_proj(output_gate(attended, gate, self.eps).flatten(1))
+            assert sequences is not None
+            query = self.kernels.qk_norm_rope_write(
+                qkv, heads, self.eps, angles, cache.key, cache.value, sequences.slot_mapping
+            )
+            attended = self.kernels.attention_paged(
+                query, cache.key, cache.value, sequences, self.scale, self.window
+            )
+        return self.o_proj(self.kernels.output_gate(attended, gate, self.eps).flatten(1))
 
-    def _attend_paged(
-        self, query: Tensor, batch: ForwardBatch, metadata: AttentionMetadata, cache: LayerCache
-    ) -> Tensor:
-        """Decoding sequences in one call, then each prefilling sequence in its own."""
-        outputs = []
-        if decodes := batch.num_decodes:
-            outputs.append(
-                attention_decode(
-                    query[:decodes],
-                    cache.key,
-                    cache.value,
-                    metadata.decode_table,
-                    metadata.decode_mask,
-                    self.scale,
-                )
-            )
-        for row in range(decodes, len(batch.seq_lens)):
-            start, stop = batch.query_start[row], batch.query_start[row + 1]
-            num_keys = batch.seq_lens[row] - metadata.key_start[row]
-            blocks = metadata.block_table[row, : -(-num_keys // cache.key.shape[1])]
-            # [S, kv_heads, head_dim]; the cache may hold a narrower type.
-            key = gather_blocks(cache.key, blocks)[:num_keys].to(query.dtype)
-            value = gather_blocks(cache.value, blocks)[:num_keys].to(query.dtype)
-            outputs.append(
-                attention_prefill(query[start:stop], key, value, self.scale, self.window)
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def _attend_to_own(self, qkv: Tensor, angles: RotaryAngles | None) -> Tensor:
+        """One sequence that attends to itself."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        query, key = qk_norm_rope(qk, self.eps, angles).split((heads, kv_heads), dim=1)
+        return attention_prefill(query, key, value, self.scale, self.window)

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from musespark.config.model import DecoderConfig
 from musespark.config.parallel import MoEBackend
 from musespark.model.attention import RotaryAngles
-from musespark.model.batch import ForwardBatch
+from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.kv_cache import LayerCache
 from musespark.model.layer import DecoderLayer
 from musespark.modules.linear import Linear
 from musespark.modules.norms import RMSNorm
+from musespark.ops.attention_paged import PagedSequences
+from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
-from musespark.ops.rms_norm import rms_norm
 from musespark.ops.rotary import rotary_angles
-from musespark.ops.soft_cap import soft_cap
 from musespark.parallel.mesh import SINGLE_PROCESS, Mesh
 from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
 
@@ -52,6 +52,7 @@ class Decoder(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config, self.dtype, self.mesh = config, dtype, mesh
+        self.kernels = choose_kernels(device, dtype)
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, dtype=dtype, device=device, _freeze=True
         )
@@ -115,19 +116,44 @@ class Decoder(nn.Module):
         """The final norm's output [T, D]."""
         angles = self._rotary_angles(batch.positions)
         embedded = F.embedding(batch.token_ids, self.embed_tokens.weight)
-        stream = rms_norm(
+        stream = self.kernels.rms_norm(
             embedded, None, self.config.rms_norm_eps, out_dtype=wide_dtype(self.dtype)
         )
         layers = cast("list[DecoderLayer]", list(self.layers))
         # Each layer's last boundary norms for the next layer, or for the logits.
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         normed = layers[0].input_layernorm(stream, out_dtype=self.dtype)
+        full, sliding = (self._sequences(batch, kind) for kind in (batch.full, batch.sliding))
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             cache = None if caches is None else caches[index]
-            theta = self.config.layers[index].rope_theta
-            residual = layer(normed, stream, batch, cache, angles[theta])
+            kind = self.config.layers[index]
+            sequences = full if kind.sliding_window is None else sliding
+            residual = layer(
+                normed, stream, sequences, cache, angles[kind.rope_theta], batch.padding
+            )
             normed, stream = residual.boundary(next_norm)
         return normed
+
+    def _sequences(
+        self, batch: ForwardBatch, metadata: AttentionMetadata | None
+    ) -> PagedSequences | None:
+        """The step's sequences as the layers of one kind see them."""
+        if metadata is None:
+            return None
+        on_device = metadata.on_device or self.kernels.sequences_on_device(
+            batch.query_start, batch.seq_lens, metadata.key_start, self.device
+        )
+        return PagedSequences(
+            num_decodes=batch.num_decodes,
+            query_start=batch.query_start,
+            seq_lens=batch.seq_lens,
+            key_start=metadata.key_start,
+            block_table=metadata.block_table,
+            decode_table=metadata.decode_table,
+            decode_mask=metadata.decode_mask,
+            slot_mapping=metadata.slot_mapping,
+            on_device=on_device,
+        )
 
     def _rotary_angles(self, positions: Tensor) -> dict[float, RotaryAngles | None]:
         """The step's angles for each theta in use; None for theta 0."""
@@ -140,6 +166,6 @@ class Decoder(nn.Module):
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         config = self.config
-        return soft_cap(
+        return self.kernels.soft_cap(
             self.lm_head(hidden_states), config.output_multiplier, config.final_logit_softcapping
         )

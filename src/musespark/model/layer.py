@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from musespark.config.model import DecoderConfig
 from musespark.config.parallel import MoEBackend
 from musespark.model.attention import Attention, RotaryAngles
-from musespark.model.batch import ForwardBatch
 from musespark.model.kv_cache import LayerCache
 from musespark.model.mlp import DenseMLP
 from musespark.model.residual import ResidualGate, ResidualStream
 from musespark.modules.norms import CentredRMSNorm, WeightFirstRMSNorm
 from musespark.moe.block import CompressedMoE
+from musespark.ops.attention_paged import PagedSequences
 
 
 class DecoderLayer(nn.Module):
@@ -48,23 +48,25 @@ class DecoderLayer(nn.Module):
         self,
         attn_input: Tensor,
         stream: Tensor,
-        batch: ForwardBatch,
+        sequences: PagedSequences | None,
         cache: LayerCache | None,
         angles: RotaryAngles | None,
+        padding: Tensor | None = None,
     ) -> ResidualStream:
         """Run both sub-layers.
 
         Args:
             attn_input: [T, D], the stream normed by `input_layernorm`.
             stream: [T, D] float32.
-            batch, cache, angles: as for `Attention`.
+            sequences, cache, angles: as for `Attention`.
+            padding: [T] bool, True for rows that are no tokens; None: none are.
 
         Returns:
             The stream after attention, with the FFN's branch waiting to be blended.
         """
         after_attention = ResidualStream(
             stream=stream,
-            branch=self.self_attn(attn_input, batch, cache, angles),
+            branch=self.self_attn(attn_input, sequences, cache, angles),
             gate=self.post_attention_residual_gate,
             post_norm=None,
             post_eps=self.post_eps,
@@ -72,7 +74,7 @@ class DecoderLayer(nn.Module):
         ffn_input, stream = after_attention.boundary(self.pre_feedforward_layernorm)
         return ResidualStream(
             stream=stream,
-            branch=self.mlp(ffn_input),
+            branch=self.mlp(ffn_input, padding),
             gate=self.post_feedforward_residual_gate,
             post_norm=self.post_feedforward_layernorm,
             post_eps=self.post_eps,

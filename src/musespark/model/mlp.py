@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
 from musespark.modules.linear import FusedLinear, Linear
-from musespark.ops.silu_mul import silu_mul
+from musespark.ops.kernel_set import choose_kernels
 from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
 
 
@@ -20,6 +20,7 @@ class DenseMLP(nn.Module):
         self.gate_up_proj = FusedLinear(
             hidden, {"gate_proj": width, "up_proj": width}, dtype=dtype, device=device
         )
+        self._silu_mul = choose_kernels(device, dtype).silu_mul
         self.down_proj = Linear(width, hidden, dtype=dtype, device=device)
 
     def weight_slots(self, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
@@ -27,6 +28,6 @@ class DenseMLP(nn.Module):
         yield from self.gate_up_proj.part_slots(prefix)
         yield from weight_slots(self.down_proj, f"{prefix}down_proj.", has)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
-        return self.down_proj(silu_mul(self.gate_up_proj(hidden_states)))
+    def forward(self, hidden_states: Tensor, _padding: Tensor | None = None) -> Tensor:
+        """[T, D] -> [T, D]; rows that are padding are computed like others."""
+        return self.down_proj(self._silu_mul(self.gate_up_proj(hidden_states)))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
 from musespark.modules.norms import RMSNorm, WeightFirstRMSNorm
+from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
-from musespark.ops.residual_boundary import blend, residual_boundary
 from musespark.ops.residual_gate import residual_gate
 
 
@@ -24,6 +24,7 @@ class ResidualGate(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.kernels = choose_kernels(device, dtype)
         self._temperature = config.residual_gate_temperature
         gate = torch.empty(config.hidden_size, dtype=wide_dtype(dtype), device=device)
         self.gate = nn.Parameter(gate, requires_grad=False)
@@ -52,7 +53,7 @@ class ResidualStream:
 
     def boundary(self, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Blend, then norm: (input of the next sub-layer [T, D], new stream [T, D] float32)."""
-        return residual_boundary(
+        return self.gate.kernels.residual_boundary(
             self.stream,
             self.branch,
             self.gate.alpha,
@@ -65,7 +66,7 @@ class ResidualStream:
 
     def blend(self) -> Tensor:
         """Blend only: the new stream [T, D] float32."""
-        return blend(
+        return self.gate.kernels.blend(
             self.stream,
             self.branch,
             self.gate.alpha,

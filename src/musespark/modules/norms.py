@@ -6,8 +6,8 @@ The weight is kept as loaded; the float32 gain that multiplies is formed once, a
 import torch
 from torch import Tensor, nn
 
+from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
-from musespark.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -19,6 +19,7 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps = eps
+        self.kernels = choose_kernels(device, dtype)
         self.weight = nn.Parameter(
             torch.empty(width, dtype=dtype, device=device), requires_grad=False
         )
@@ -31,7 +32,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """[..., width] -> [..., width] in `out_dtype` (x's own if None)."""
-        return rms_norm(x, self.gain, self.eps, scale_input=self._scale_input, out_dtype=out_dtype)
+        return self.kernels.rms_norm(
+            x, self.gain, self.eps, scale_input=self._scale_input, out_dtype=out_dtype
+        )
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from musespark.modules.norms import WeightFirstRMSNorm
 from musespark.moe.experts.base import ExpertOutput
-from musespark.ops.expert_finalize import expert_finalize, expert_finalize_reference
+from musespark.ops.expert_finalize import expert_finalize_reference
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold partial sums of it."""
@@ -89,7 +89,7 @@ class KernelPath:
     def __call__(self, output: ExpertOutput) -> Finalized:
         """[R, H] rows -> [T, H]."""
         rows = output.rows if self._row_reduce is None else self._row_reduce(output.rows)
-        hidden_states = expert_finalize(
+        hidden_states = self._norm.kernels.expert_finalize(
             rows, output.route_weights, output.route_index, self._norm.gain, self._norm.eps
         )
         return Finalized(hidden_states, is_reduced=self._row_reduce is not None)

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
+from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
-from musespark.ops.route_topk import route_topk
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,7 @@ class Router(nn.Module):
         super().__init__()
         wide = wide_dtype(dtype)
         experts, width = config.num_local_experts, config.hidden_size
+        self._route = choose_kernels(device, dtype).route
         self.top_k = config.num_experts_per_tok
         self.scale = config.routed_scaling_factor
         self.scoring = config.scoring_func
@@ -45,9 +45,9 @@ class Router(nn.Module):
 
     def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Routing:
         """Route `hidden_states` [T, D]; rows where `padding` [T] is True go to no expert."""
-        logits = F.linear(hidden_states.to(self.weight.dtype), self.weight)  # [T, E]
-        weights, ids = route_topk(
-            logits,
+        weights, ids = self._route(
+            hidden_states,
+            self.weight,
             self.e_score_correction_bias,
             self.top_k,
             self.scale,

@@ -4,6 +4,7 @@ The formula is that of attention_prefill. A step's tokens lie flat; the sequence
 new token each) come first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,20 @@ class SequencesOnDevice:
     """[B] int32 position of the first key in each sequence's first block of the table."""
 
 
+def sequences_on_device(
+    query_start: Sequence[int],
+    seq_lens: Sequence[int],
+    key_start: Sequence[int],
+    device: torch.device,
+) -> SequencesOnDevice:
+    """Send all three at once, without waiting for the device."""
+    values = torch.tensor([*query_start, *seq_lens, *key_start], dtype=torch.int32)
+    if device.type == "cuda":
+        values = values.pin_memory().to(device, non_blocking=True)
+    counts = (len(query_start), len(seq_lens), len(key_start))
+    return SequencesOnDevice(*values.split(counts))
+
+
 @dataclass(frozen=True, slots=True)
 class PagedSequences:
     """The step's sequences and their blocks, as one kind of layers (full or sliding) sees them."""
@@ -47,6 +62,8 @@ class PagedSequences:
     """[num_decodes, M] the decoding sequences' part of the table, no wider than needed."""
     decode_mask: Tensor
     """[num_decodes, M * block_size] bool: the keys that each decoding sequence sees."""
+    slot_mapping: Tensor
+    """[T] int64 row of each token in the flattened cache; -1 on a row that is padding."""
     on_device: SequencesOnDevice | None
     """The lengths again, for kernels."""
 

@@ -37,6 +37,7 @@ def sequences_of(table, new, seq_lens, key_starts):
         block_table=table.to(DEVICE),
         decode_table=torch.empty(0),
         decode_mask=torch.empty(0),
+        slot_mapping=torch.empty(0),
         on_device=on_device,
     )
 

@@ -3,8 +3,8 @@
 Letters and digits are always tokens of their own, or reversing, counting and arithmetic would have
 to look inside tokens. There are no merges. Longer tokens exist only where they can hide nothing:
 special tokens, ATEM tags, and the words of message headers, which a pattern recognises by their
-place (at the very start or end of the text between two special tokens), so that a question about
-the word "tool" still sees four letters.
+place (all of the text between two special tokens, or its end), so that a question about the word
+"user" still sees four letters.
 
     python -m training.tokenizer src/musespark/assets/spark-mini
 """
@@ -39,7 +39,6 @@ HEADER_WORDS = (
     "assistant",
     "system",
     "user",
-    "tool",
     " to=self",
     " to=user",
     " to=",
@@ -54,7 +53,6 @@ VOCABULARY_SIZE = 384
 PATTERN = "|".join(
     (
         r"\A(?:assistant|system|user)(?=\z| to=)",
-        r"\Atool(?= [^ ]+\z)",
         r" to=(?:self|user)(?=\z)",
         r" to=(?=[^ ]+\z)",
         r"Reasoning strength: (?=(?:xhigh|high|medium|low)\.)",

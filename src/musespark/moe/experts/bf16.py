@@ -93,6 +93,11 @@ class GroupedExperts(nn.Module):
             self._hopper = HopperBF16Experts(gate_up.data, down.data)
         return self._hopper is not None
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host must know how many rows each expert has."""
+        return self._hopper is None
+
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""
         return hidden_states

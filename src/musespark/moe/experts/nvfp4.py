@@ -161,6 +161,11 @@ class NVFP4Experts(nn.Module):
         self.down_proj = self.down_proj_weight_scale = None
         return True
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host must know how many rows each expert has."""
+        return self._hopper is None
+
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""
         return hidden_states

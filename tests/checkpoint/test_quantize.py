@@ -2,14 +2,19 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from musespark.checkpoint.calibrate import InputScales
+from musespark.checkpoint.load import load_weights
+from musespark.checkpoint.names import find_prefix
 from musespark.checkpoint.quantize import parse_layers, quantize_checkpoint
 from musespark.checkpoint.shards import CheckpointReader
 from musespark.checkpoint.write import CheckpointWriter
 from musespark.config.model import DecoderConfig
 from musespark.errors import CheckpointError, ConfigError
 from musespark.llm.loading import load_decoder
+from musespark.model.decoder import Decoder
 from musespark.ops.nvfp4 import dequantize
 from musespark.testing import make_checkpoint, tiny_config
 
@@ -130,6 +135,37 @@ def test_config_says_what_modelopt_says(quantized):
     assert [quantization.excludes_experts(layer, 8) for layer in range(6)] == [
         True, False, False, False, False, True,
     ]  # fmt: skip
+
+
+def test_transformers_and_safetensors_read_it(quantized):
+    folder, _ = quantized
+    config = AutoConfig.from_pretrained(folder)
+    assert config.quantization_config["quant_method"] == "modelopt"
+    assert config.text_config.num_local_experts == 8
+    tensors = load_file(folder / "model.safetensors")
+    ours = tensors_of(folder)
+    assert tensors.keys() == ours.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == ours[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), ours[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_backend_computes_the_same(quantized, dtype):
+    folder, _ = quantized
+    logits = []
+    for backend in ("auto", "reference"):
+        config = DecoderConfig.from_folder(folder)
+        decoder = Decoder(config, dtype=dtype, moe_backend=backend)
+        with CheckpointReader.open(folder) as reader:
+            load_weights(decoder.weight_slots(find_prefix(reader), reader.__contains__), reader)
+        decoder.finish_loading()
+        decoder.pack()
+        kept = decoder.get_submodule("layers.2.mlp.experts").gate_up_proj
+        assert (kept is not None) == (backend == "reference")
+        logits.append(decoder.compute_logits(IDS))
+    error = (logits[0] - logits[1]).norm() / logits[1].norm()
+    assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def test_report(quantized, source):

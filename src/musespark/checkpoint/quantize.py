@@ -29,8 +29,8 @@ from musespark.config.strict import read_json_object
 from musespark.errors import CheckpointError, ConfigError
 from musespark.ops.nvfp4 import GROUP_SIZE, ScaleChoice, dequantize, global_scale, quantize
 
-# Weights quantized at once: what a core's cache holds of them in float32.
-_PIECE = 2**17
+# Weights that each thread quantizes at once: what a core's cache holds of them in float32.
+_PIECE_PER_THREAD = 2**16
 # A shard holds a layer, or this much where layers are small.
 _MIN_SHARD_BYTES = 2**28
 
@@ -270,7 +270,7 @@ class _Packed:
             raise CheckpointError(f"{where}: holds weights that are not finite.")
         self._global_scales[expert, half] = scale
         first_row = half * weight.shape[0]
-        step = max(1, _PIECE // weight.shape[1])
+        step = max(1, _PIECE_PER_THREAD * torch.get_num_threads() // weight.shape[1])
         for start in range(0, weight.shape[0], step):
             piece = weight[start : start + step].to(torch.float32)
             codes, scales = quantize(piece, scale, choice)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from musespark.engine.cuda_graph import DecodeGraphs
 from musespark.model.batch import ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, allocate_kv_cache
@@ -16,6 +17,9 @@ class ModelRunner:
         self._caches = allocate_kv_cache(
             decoder.config, spec, dtype=decoder.dtype, device=decoder.device
         )
+        # Decode steps run as graphs where there are graphs, and nothing asks the device midway.
+        can_record = decoder.device.type == "cuda" and not decoder.waits_for_device
+        self._graphs = DecodeGraphs(decoder, self._caches, spec) if can_record else None
 
     @property
     def device(self) -> torch.device:
@@ -24,6 +28,8 @@ class ModelRunner:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Logits [N, V] float32 of the batch's wanted rows; writes the batch's keys and values."""
+        if self._graphs is not None and self._graphs.accepts(batch):
+            return self._graphs.run(batch)
         return self._decoder(batch, self._caches)
 
 
@@ -36,4 +42,6 @@ class OneByOneRunner(ModelRunner):
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """As for `ModelRunner`, and the same bits for a sequence in any company."""
-        return torch.cat([super(OneByOneRunner, self).run(one) for one in batch.sequences()])
+        # Copied: a graph's logits last until the next run only.
+        logits = [super(OneByOneRunner, self).run(one).clone() for one in batch.sequences()]
+        return torch.cat(logits)

@@ -70,6 +70,11 @@ class Decoder(nn.Module):
         """Where the weights live."""
         return self.norm.weight.device
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a forward pass asks the device for numbers, which no CUDA graph can record."""
+        return any(getattr(module, "waits_for_device", False) for module in self.layers.modules())
+
     def weight_slots(self, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
         """What the decoder takes from a checkpoint whose text weights start with `prefix`."""
         for name in ("embed_tokens", "layers", "norm"):

@@ -268,6 +268,15 @@ def test_files_beside_the_weights_come_along(tmp_path):
     assert copied == {"size": 14}
 
 
+def test_what_nobody_knows_is_copied(source, tmp_path):
+    def change(tensors, _config):
+        tensors[f"{LAYER.format(2)}router_noise"] = torch.arange(3)
+
+    folder = broken(source, tmp_path / "more", change)
+    quantize_checkpoint(folder, tmp_path / "target")
+    assert tensors_of(tmp_path / "target")[f"{LAYER.format(2)}router_noise"].tolist() == [0, 1, 2]
+
+
 def test_progress_ends_at_the_whole_source(source, tmp_path):
     calls = []
     report = quantize_checkpoint(

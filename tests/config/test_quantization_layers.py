@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from musespark.config.quantization import QuantizationConfig
@@ -81,3 +83,15 @@ def test_modules_beside_the_experts_leave_them_alone():
 def test_half_a_layer_is_refused(pattern):
     with pytest.raises(ConfigError, match=r"experts of layer 4, some are excluded"):
         quantized_layers(pattern)
+
+
+def test_long_lists_of_single_experts_are_quick():
+    names = [
+        f"model.language_model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
+        for layer in (0, 61)
+        for expert in range(256)
+        for name in ("gate", "up", "down")
+    ]
+    started = time.process_time()
+    assert quantized_layers(*names, num_layers=62, num_experts=256) == list(range(1, 61))
+    assert time.process_time() - started < 5

@@ -5,6 +5,7 @@ No more than one layer's experts are in memory at a time. The target appears who
 precision, since they differ by up to 10x.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from musespark.ops.nvfp4 import GROUP_SIZE, ScaleChoice, dequantize, global_scal
 
 # Weights that each thread quantizes at once: what a core's cache holds of them in float32.
 _PIECE_PER_THREAD = 2**16
+# What is quantized of a layer's experts: stacked, or one by one.
+_EXPERT_WEIGHT = re.compile(r"gate_up_proj|down_proj|\d+\.(gate|up|down)_proj\.weight")
 # A shard holds a layer, or this much where layers are small.
 _MIN_SHARD_BYTES = 2**28
 
@@ -192,7 +195,8 @@ class _Layout:
 
     def _is_expert_weight(self, name: str, layer: int | None) -> bool:
         start = self.experts_prefix(layer)
-        return name.startswith(start) and name != f"{start}post_expert_norm.weight"
+        inside = name.removeprefix(start)
+        return inside != name and _EXPERT_WEIGHT.fullmatch(inside) is not None
 
 
 class _Experts:

@@ -6,6 +6,7 @@ content sits under the key "quantization". The list of excluded layers is read, 
 
 import fnmatch
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from musespark.config.strict import FieldReader
@@ -25,9 +26,11 @@ class QuantizationConfig:
 
     def excludes(self, module: str) -> bool:
         """Whether the module of this dotted name (no `.weight`) is left in BF16."""
-        return any(
-            fnmatch.fnmatchcase(module, pattern) or module.startswith(f"{pattern}.")
-            for pattern in self.exclude_modules
+        names, wildcards = _split_patterns(self.exclude_modules)
+        parts = module.split(".")
+        around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        return not names.isdisjoint(around) or any(
+            fnmatch.fnmatchcase(module, pattern) for pattern in wildcards
         )
 
     def excludes_experts(self, layer_index: int, num_experts: int) -> bool:
@@ -61,6 +64,13 @@ class QuantizationConfig:
                 f"{modules[0]!r}, or nothing in it."
             )
         return False
+
+
+@lru_cache(maxsize=8)
+def _split_patterns(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """(plain names, patterns with a wildcard): lists of all experts one by one get long."""
+    wildcards = tuple(pattern for pattern in patterns if any(mark in pattern for mark in "*?["))
+    return frozenset(patterns) - set(wildcards), wildcards
 
 
 _MODULE_TREES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")

@@ -31,8 +31,13 @@ class Tiling:
     """Tokens of a second matrix product on the same weights, added to the class's first."""
     stages: int
     """Steps of 128 columns in flight, the current one included."""
-    unroll: int
+    unroll: int = 1
     """Steps written out in the loop's body."""
+    settle: bool = False
+    """Whether each step waits for its products: fewer registers, so more programs side by side."""
+    prefetch: int = 0
+    """Bytes a lane of the second product's weights that come into L2 before their input is ready;
+    a multiple of 16."""
 
     @property
     def capacity(self) -> int:
@@ -136,7 +141,8 @@ class HopperNVFP4Experts:
             self._gate_up, self._gate_up_scales, self._gate_up_factors,
             self._down, self._down_scales, self._down_factors, ids.shape[1],
             self.width, self.inner, tiling.warps, groups, down_groups,
-            tiling.mains, tiling.tails, tiling.stages, tiling.unroll, IS_INTERPRETED,
+            tiling.mains, tiling.tails, tiling.stages, tiling.unroll, tiling.settle,
+            tiling.prefetch, IS_INTERPRETED,
             num_warps=tiling.warps,
         )  # fmt: skip
         return rows, work.route_index

@@ -99,6 +99,29 @@ def _dequantize(words, scale_words, WARPS: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def _settle(acc):
+    """Wait here for the matrix unit.
+
+    Left alone, the compiler lets products run on into the next step and cuts them into pieces of
+    16 columns to find registers in time, which costs instructions and registers. Where enough
+    programs share a multiprocessor, waiting is cheaper.
+    """
+    return tl.inline_asm_elementwise(
+        "// settled $0", "=f,0", [acc], tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _prefetch(address, BYTES: tl.constexpr):
+    """Bring BYTES from each address into L2."""
+    size = tl.full(address.shape, BYTES, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
+        tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _dot(weights, tokens, acc, EMULATE: tl.constexpr):
     if EMULATE:  # the interpreter multiplies the bits of bfloat16
         acc = tl.dot(weights.to(tl.float32), tokens.to(tl.float32), acc)
@@ -132,7 +155,7 @@ def _strip(  # noqa: PLR0912
     x, words, scales, out, in_rows, out_rows, divisor, expert, strip, start, end, scale0, scale1,
     N: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr,
     MAIN: tl.constexpr, TAIL: tl.constexpr, GATED: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr, EMULATE: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, SETTLE: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """GROUPS x 16 * WARPS weight rows times up to MAIN + TAIL tokens.
 
@@ -190,6 +213,14 @@ def _strip(  # noqa: PLR0912
             acc1 = _dot(a1, tokens, acc1, EMULATE)
             if TAIL > 0:
                 tail1 = _dot(a1, tail, tail1, EMULATE)
+        if SETTLE and not EMULATE:
+            acc0 = _settle(acc0)
+            if TAIL > 0:
+                tail0 = _settle(tail0)
+            if GROUPS == 2:
+                acc1 = _settle(acc1)
+                if TAIL > 0:
+                    tail1 = _settle(tail1)
 
     STRIDE: tl.constexpr = N // 2 if GATED else N
     row = strip * (GROUPS * HEIGHT)
@@ -221,7 +252,8 @@ def nvfp4_experts_kernel(
     WIDTH: tl.constexpr, INNER: tl.constexpr,
     WARPS: tl.constexpr, GROUPS: tl.constexpr, DOWN_GROUPS: tl.constexpr,
     MAINS: tl.constexpr, TAILS: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr, EMULATE: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, SETTLE: tl.constexpr, PREFETCH: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One item of the work list; see the top of this file, and `Tiling` for the constants.
 
@@ -251,10 +283,17 @@ def nvfp4_experts_kernel(
                         x, gate_up, gate_up_scales, hidden, order, None, top_k,
                         expert, strip, start, end, gate_scale, up_scale,
                         2 * INNER, WIDTH, WARPS, GROUPS, MAINS[c], TAILS[c], True,
-                        STAGES, UNROLL, EMULATE,
+                        STAGES, UNROLL, SETTLE, EMULATE,
                     )  # fmt: skip
             finish_strip(record)
         else:
+            if PREFETCH > 0 and not EMULATE:
+                LANES: tl.constexpr = 32 * WARPS // DOWN_GROUPS
+                STEPS: tl.constexpr = INNER // _K
+                lane = tl.arange(0, 32 * WARPS)
+                row = strip * DOWN_GROUPS + lane // LANES  # in heights
+                tile = (expert.to(tl.int64) * WIDTH + row * (16 * WARPS)) // _ROWS * STEPS
+                _prefetch(down + tile * _WORDS + lane % LANES * (PREFETCH // 4), PREFETCH)
             wait_for_strips(record, UP_STRIPS)
             down_scale = tl.load(down_factors + expert)
             for c in tl.static_range(len(MAINS)):
@@ -263,5 +302,5 @@ def nvfp4_experts_kernel(
                         hidden, down, down_scales, rows, None, order, top_k,
                         expert, strip, start, end, down_scale, down_scale,
                         WIDTH, INNER, WARPS, DOWN_GROUPS, MAINS[c], TAILS[c], False,
-                        STAGES, UNROLL, EMULATE,
+                        STAGES, UNROLL, SETTLE, EMULATE,
                     )  # fmt: skip

@@ -190,6 +190,11 @@ def test_build_chooses_by_layer_and_backend():
         assert plain.gate_up_proj is not None
 
 
+def test_build_refuses_what_one_process_cannot_do():
+    with pytest.raises(ConfigError, match="moe_backend: all_to_all exchanges rows between"):
+        build_experts(tiny_config(), 0, dtype=torch.float32, device=CPU, backend="all_to_all")
+
+
 def test_slots_cover_the_table_of_the_format():
     layer = make_layer()
     assert fill(NVFP4Experts(layer.config, dtype=torch.float32, device=CPU), layer.tensors) == set(

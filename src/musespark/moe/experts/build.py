@@ -4,6 +4,7 @@ import torch
 
 from musespark.config.model import DecoderConfig
 from musespark.config.parallel import MoEBackend
+from musespark.errors import ConfigError
 from musespark.moe.experts.bf16 import GroupedExperts
 from musespark.moe.experts.nvfp4 import NVFP4Experts
 from musespark.moe.experts.nvfp4_w4a4 import NVFP4W4A4Experts
@@ -29,7 +30,15 @@ def build_experts(
         part: this rank's share; None: all.
         backend: "w4a4" quantizes the activations of NVFP4 experts too; "reference" keeps the
             weights as the checkpoint stores them.
+
+    Raises:
+        ConfigError: a backend that needs more than one process.
     """
+    if backend == "all_to_all":
+        raise ConfigError(
+            "moe_backend: all_to_all exchanges rows between processes, and this model is built for "
+            "one. Set moe_backend to auto."
+        )
     quantization = config.quantization
     if quantization is None or quantization.excludes_experts(layer_index, config.num_local_experts):
         kind: type[GroupedExperts | NVFP4Experts] = GroupedExperts

@@ -12,7 +12,7 @@ import openai
 import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from tests.server.live import answer, call, chat_format, fresh, wire
+from tests.server.live import PATIENCE, answer, call, chat_format, fresh, wire
 from tests.server.process import serving
 from tests.server.test_tool_calls import BOTH, TWO_CALLS
 
@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -183,7 +183,7 @@ def test_plain_completions(client: OpenAI) -> None:
 
 def test_async_and_many_at_once(url: str) -> None:
     async def all_of_them() -> list[str | None]:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="sesame", timeout=60) as client:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="sesame", timeout=PATIENCE) as client:
 
             async def one(number: int) -> str | None:
                 messages: Any = [{"role": "user", "content": f"What is {number} + 30?"}]

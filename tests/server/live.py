@@ -23,6 +23,8 @@ from musespark.server.run import DrainingServer, listen, serve, url_of
 from musespark.server.supervisor import Supervisor
 
 MODEL = "spark-mini"
+# Machines that run tests may be slow; only what hangs should fail.
+PATIENCE = 60.0
 
 
 @cache
@@ -115,7 +117,7 @@ class LiveServer:
         done = threading.Event()
         self._loop.call_soon_threadsafe(work)
         self._loop.call_soon_threadsafe(done.set)
-        assert done.wait(5)
+        assert done.wait(PATIENCE)
 
     @property
     def is_idle(self) -> bool:
@@ -125,7 +127,7 @@ class LiveServer:
     def stop(self) -> None:
         if self.thread.is_alive() and not self._is_told:
             self.signal()
-        self.thread.join(20)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive(), "the server did not end"
 
 
@@ -161,9 +163,9 @@ def live(
         server.engine.reset(speak)
     else:
         server = _start(speak, api_keys, defaults, engine or {}, settings)
-        assert server.ready.wait(10), server.error
+        assert server.ready.wait(PATIENCE), server.error
     try:
-        with httpx.Client(base_url=server.url, timeout=20) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             yield server, client
     except BaseException:
         server.stop()
@@ -188,8 +190,8 @@ def fresh(
     server = _start(speak, (), None, engine or {}, settings, make_engine)
     try:
         if wait:
-            assert server.ready.wait(10), server.error
-        with httpx.Client(base_url=server.url, timeout=20) as client:
+            assert server.ready.wait(PATIENCE), server.error
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             yield server, client
     finally:
         server.stop()
@@ -208,7 +210,7 @@ def _start(
     return LiveServer(make, config, api_keys, defaults)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     """Whether it comes true in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -30,7 +30,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
                 raise AssertionError(f"the server did not start: {lines}")
             yield process, lines[-1].split(" at ")[1].split(" ")[0]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0, process.stdout.read()
+            assert process.wait(60) == 0, process.stdout.read()
         finally:
             if process.poll() is None:
                 process.kill()

@@ -80,11 +80,11 @@ def test_a_body_that_trickles_in_is_given_up() -> None:
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
                 b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
             )
-            connection.settimeout(5)
+            connection.settimeout(60)
             started = time.monotonic()
             received = b""
             while chunk := connection.recv(65536):
                 received += chunk
         assert received.startswith(b"HTTP/1.1 408")
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 30
         assert server.engine.requests == []

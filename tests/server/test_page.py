@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
-from tests.server.live import answer, call, chat_format, live, wire
+from tests.server.live import PATIENCE, answer, call, chat_format, live, wire
 
 from musespark.engine.client import EngineRequest
 
@@ -67,14 +67,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 def find(browser: webdriver.Chrome, selector: str) -> WebElement:
     """The last such element, as soon as there is one."""
-    found: list[WebElement] = WebDriverWait(browser, 10).until(
+    found: list[WebElement] = WebDriverWait(browser, PATIENCE).until(
         lambda driver: driver.find_elements(By.CSS_SELECTOR, selector)
     )
     return found[-1]
 
 
 def wait(browser: webdriver.Chrome, holds: Callable[[], Any]) -> None:
-    WebDriverWait(browser, 10).until(lambda _driver: holds())
+    WebDriverWait(browser, PATIENCE).until(lambda _driver: holds())
 
 
 def ask(browser: webdriver.Chrome, text: str) -> None:

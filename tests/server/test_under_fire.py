@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from tests.server.fake_engine import FakeEngine
-from tests.server.live import LiveServer, answer, eventually, fresh, says, wire
+from tests.server.live import PATIENCE, LiveServer, answer, eventually, fresh, says, wire
 
 from musespark.engine.client import EngineRequest, EngineState
 from musespark.errors import CapacityError
@@ -49,10 +49,9 @@ def test_a_client_that_leaves_is_aborted_at_once(body: dict[str, object]) -> Non
         assert eventually(lambda: server.engine.num_running == 1)
         time.sleep(0.05)
         connection.close()
-        left = time.monotonic()
         assert eventually(lambda: server.engine.num_running == 0)
-        assert time.monotonic() - left < 1
         assert server.engine.aborted
+        assert server.engine.num_tokens < len(endless(server.engine.requests[0], 0))
         assert "musespark_clients_gone_total 1.0" in client.get("/metrics").text
 
 
@@ -100,9 +99,9 @@ def test_a_reader_that_takes_nothing_holds_up_nobody_and_is_cut_off() -> None:
             for _ in range(10):
                 response = client.post(CHAT, json=BODY)
                 assert response.json()["choices"][0]["message"]["content"] == "quick"
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 200
             metrics = "musespark_clients_gone_total 1.0"
-            assert eventually(lambda: metrics in client.get("/metrics").text, 10)
+            assert eventually(lambda: metrics in client.get("/metrics").text)
         assert server.engine.num_running == 0
 
 
@@ -116,7 +115,7 @@ def test_five_hundred_at_once() -> None:
     with fresh(script, engine={"delay": 0.01}) as (server, _client):
         limits = httpx.Limits(max_connections=500)
         with (
-            httpx.Client(base_url=server.url, timeout=60, limits=limits) as client,
+            httpx.Client(base_url=server.url, timeout=PATIENCE, limits=limits) as client,
             ThreadPoolExecutor(100) as pool,
         ):
 
@@ -161,7 +160,7 @@ def read_events(server: LiveServer) -> tuple[threading.Thread, list[str]]:
 
     def read() -> None:
         with (
-            httpx.Client(base_url=server.url, timeout=20) as client,
+            httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
             client.stream("POST", CHAT, json=STREAM) as response,
         ):
             lines.extend(line for line in response.iter_lines() if line)
@@ -178,11 +177,11 @@ def test_the_engine_dies() -> None:
         assert eventually(lambda: server.engine.num_running == 2)
         time.sleep(0.05)
         server.in_loop(server.engine.die)
-        thread.join(5)
+        thread.join(PATIENCE)
         error = json.loads(lines[-1].removeprefix("data: "))["error"]
         assert error["code"] == "engine_dead"
         assert len(lines) > 2
-        assert waiting.result(5).status_code == 503
+        assert waiting.result(PATIENCE).status_code == 503
         assert waiting.result().json()["error"]["code"] == "engine_dead"
         for path in ("/health", "/health/ready", "/health/live"):
             response = client.get(path)
@@ -219,7 +218,7 @@ def test_an_engine_that_cannot_come_back_is_tried_again_later() -> None:
         assert eventually(lambda: len(made) >= 2)
         assert eventually(lambda: client.get("/health/ready").status_code == 503)
         assert client.get("/health/live").status_code == 200
-        assert eventually(lambda: len(made) >= 3, 5)
+        assert eventually(lambda: len(made) >= 3)
 
 
 # --- beginning and end
@@ -236,30 +235,30 @@ def test_while_the_model_loads() -> None:
         assert response.json()["error"]["code"] == "engine_not_ready"
         assert int(response.headers["retry-after"]) > 0
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] is None
-        assert server.ready.wait(5)
+        assert server.ready.wait(PATIENCE)
         assert client.get("/health/ready").status_code == 200
 
 
 def test_a_model_that_cannot_load_ends_the_server() -> None:
     settings = {"load_error": CapacityError("does not fit")}
     with fresh(answer("x"), engine=settings, wait=False) as (server, _client):
-        server.thread.join(10)
+        server.thread.join(PATIENCE)
         assert not server.thread.is_alive()
     assert isinstance(server.error, CapacityError)
 
 
 def test_a_signal_while_the_model_loads() -> None:
-    with fresh(answer("x"), engine={"load_seconds": 60}, wait=False) as (server, client):
+    with fresh(answer("x"), engine={"load_seconds": 600}, wait=False) as (server, client):
         assert client.get("/health/live").status_code == 200
         server.signal()
-        server.thread.join(5)
+        server.thread.join(PATIENCE)
         assert not server.thread.is_alive()
         assert server.engine.state is EngineState.DEAD
 
 
 @pytest.fixture
 def draining() -> Iterator[tuple[LiveServer, httpx.Client]]:
-    with fresh(answer("x" * 100), engine={"delay": 0.01}, shutdown_seconds=10) as both:
+    with fresh(answer("x" * 100), engine={"delay": 0.01}, shutdown_seconds=PATIENCE) as both:
         yield both
 
 
@@ -270,14 +269,14 @@ def test_running_requests_may_finish(draining: tuple[LiveServer, httpx.Client]) 
     assert eventually(lambda: server.engine.num_running == 1)
     started = time.monotonic()
     server.signal()
-    assert eventually(lambda: server.engine.drain_seconds == 10)
+    assert eventually(lambda: server.engine.drain_seconds == PATIENCE)
     with pytest.raises(httpx.ConnectError):
         httpx.post(f"{server.url}{CHAT}", json=BODY)
-    thread.join(10)
-    server.thread.join(10)
+    thread.join(PATIENCE)
+    server.thread.join(PATIENCE)
     assert lines[-1] == "data: [DONE]"
     assert server.engine.aborted == []
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < PATIENCE / 2
 
 
 def test_requests_that_do_not_finish_are_aborted() -> None:
@@ -286,20 +285,20 @@ def test_requests_that_do_not_finish_are_aborted() -> None:
         assert eventually(lambda: server.engine.num_running == 1)
         started = time.monotonic()
         server.signal()
-        server.thread.join(10)
-        thread.join(5)
-        assert time.monotonic() - started < 3
+        server.thread.join(PATIENCE)
+        thread.join(PATIENCE)
+        assert time.monotonic() - started < 20
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_not_ready"
         assert server.error is None
 
 
 def test_a_second_signal_does_not_wait() -> None:
-    with fresh(endless, engine={"delay": 0.01}, shutdown_seconds=60) as (server, _client):
+    with fresh(endless, engine={"delay": 0.01}, shutdown_seconds=600) as (server, _client):
         connection = open_stream(server, STREAM)
         assert eventually(lambda: server.engine.num_running == 1)
         server.signal()
         time.sleep(0.2)
         server.signal()
-        server.thread.join(5)
+        server.thread.join(PATIENCE)
         assert not server.thread.is_alive()
         connection.close()

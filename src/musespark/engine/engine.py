@@ -75,8 +75,11 @@ class Engine:
         layout: CacheLayout,
         limits: EngineLimits,
         grammars: GrammarCompiler | None = None,
+        *,
+        with_masks: bool = True,
     ) -> None:
-        """`grammars` is None where output cannot be constrained."""
+        """`grammars` is None where output cannot be constrained; `with_masks` is False for a runner
+        that never reads the masks of a batch."""
         self._runner, self._grammars = runner, grammars
         self._limits = limits
         self.scheduler = Scheduler(
@@ -86,7 +89,9 @@ class Engine:
             prefix_caching=limits.prefix_caching,
             fixed_chunk=limits.fixed_chunk,
         )
-        self._inputs = InputBuilder(layout, limits.max_num_seqs, runner.device)
+        self._inputs = InputBuilder(
+            layout, limits.max_num_seqs, runner.device, with_masks=with_masks
+        )
         self._sampler = Sampler(limits.max_num_seqs, runner.device)
         self._outputs: dict[int, dict[int, Request]] = {}
         self._next_id = 0

@@ -4,8 +4,8 @@ A step changes little: most requests go on with the same blocks. So each running
 are kept in arrays, at its slot, and only what has changed is copied there.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,8 +34,16 @@ class _Tokens:
 class InputBuilder:
     """Builds the batch of each step."""
 
-    def __init__(self, layout: CacheLayout, max_num_seqs: int, device: torch.device) -> None:
-        self._layout, self._device = layout, device
+    def __init__(
+        self,
+        layout: CacheLayout,
+        max_num_seqs: int,
+        device: torch.device,
+        *,
+        with_masks: bool = True,
+    ) -> None:
+        """`with_masks`: make the masks that attention reads where no kernel reads lengths."""
+        self._layout, self._device, self._with_masks = layout, device, with_masks
         self._full = _BlockTable(max_num_seqs)
         self._sliding = _BlockTable(max_num_seqs)
 
@@ -64,71 +72,117 @@ class InputBuilder:
         positions = np.arange(len(token_ids)) + (computed - query_start[:-1])[row]
         tokens = _Tokens(row, positions, computed + counts, num_decodes)
         requests = [request for request, _ in schedule]
+        full, sliding = self._full_group(tokens, requests), self._sliding_group(tokens, requests)
+        sent = iter(
+            self._send(
+                np.array(token_ids),
+                positions,
+                np.array(logit_rows, dtype=np.int64),
+                tokens.seq_lens,
+                *full.arrays(),
+                *sliding.arrays(),
+            )
+        )
+        ids, places, rows, seq_lens = (next(sent) for _ in range(4))
         return ForwardBatch(
-            token_ids=self._to_device(token_ids),
-            positions=self._to_device(positions),
+            token_ids=ids,
+            positions=places,
             query_start=tuple(query_start),
             seq_lens=tuple(tokens.seq_lens.tolist()),
             num_decodes=num_decodes,
-            full=self._full_metadata(tokens, requests),
-            sliding=self._sliding_metadata(tokens, requests),
-            logit_rows=self._to_device(logit_rows),
+            full=self._metadata(full, seq_lens, sent),
+            sliding=self._metadata(sliding, seq_lens, sent),
+            logit_rows=rows,
         )
 
-    def _full_metadata(self, tokens: _Tokens, requests: list[Request]) -> AttentionMetadata | None:
+    def _full_group(self, tokens: _Tokens, requests: list[Request]) -> "_Group":
         if not self._layout.num_full_blocks:
-            return None
+            return _Group()
         blocks = [request.full_blocks for request in requests]
-        slots = [request.slot for request in requests]
-        table = self._full.rows(slots, blocks, [0] * len(slots))
-        first = np.zeros(len(slots), dtype=np.int64)
-        return self._metadata(tokens, table, blocks, first, window=None)
+        firsts = [0] * len(requests)
+        return self._group(self._full, tokens, requests, blocks, firsts)
 
-    def _sliding_metadata(
-        self, tokens: _Tokens, requests: list[Request]
-    ) -> AttentionMetadata | None:
+    def _sliding_group(self, tokens: _Tokens, requests: list[Request]) -> "_Group":
         if not self._layout.num_sliding_blocks:
-            return None
+            return _Group()
         blocks = [request.sliding_blocks for request in requests]
         firsts = [request.first_sliding_block for request in requests]
-        table = self._sliding.rows([request.slot for request in requests], blocks, firsts)
-        window = self._layout.sliding_window
-        return self._metadata(tokens, table, blocks, np.array(firsts), window)
+        group = self._group(self._sliding, tokens, requests, blocks, firsts)
+        return replace(group, window=self._layout.sliding_window)
 
-    def _metadata(
+    def _group(
         self,
+        table: "_BlockTable",
         tokens: _Tokens,
-        block_table: np.ndarray,
+        requests: list[Request],
         blocks: list[list[int]],
-        first_blocks: np.ndarray,
-        window: int | None,
-    ) -> AttentionMetadata:
-        """One group's block table, slots and masks; a table begins at its first block."""
-        size, decodes = self._layout.block_size, tokens.num_decodes
-        key_start = first_blocks * size
+        firsts: list[int],
+    ) -> "_Group":
+        """One group's block table and slots; a table begins at each sequence's first block."""
+        size = self._layout.block_size
+        block_table = table.rows([request.slot for request in requests], blocks, firsts)
+        first_blocks = np.array(firsts)
         column = tokens.positions // size - first_blocks[tokens.row]
         slots = block_table[tokens.row, column] * size + tokens.positions % size
-        table = self._to_device(block_table)
-        # The table is as wide as the step's longest sequence; what decodes may be much shorter.
-        decode_width = max(map(len, blocks[:decodes]), default=0)
-        decode_table = table[:decodes, :decode_width]
-        return AttentionMetadata(
-            block_table=table,
-            key_start=tuple(key_start.tolist()),
-            slot_mapping=self._to_device(slots),
-            decode_table=decode_table,
-            decode_mask=decode_mask(
-                decode_table,
-                size,
-                self._to_device(key_start[:decodes]),
-                self._to_device(tokens.seq_lens[:decodes]),
-                window,
-            ),
+        return _Group(
+            block_table=block_table,
+            slots=slots,
+            key_start=first_blocks * size,
+            num_decodes=tokens.num_decodes,
+            # The table is as wide as the step's longest sequence; what decodes may be shorter.
+            decode_width=max(map(len, blocks[: tokens.num_decodes]), default=0),
         )
 
-    def _to_device(self, values: list[int] | np.ndarray) -> Tensor:
-        array = np.asarray(values, dtype=np.int64)
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def _metadata(
+        self, group: "_Group", seq_lens: Tensor, sent: Iterator[Tensor]
+    ) -> AttentionMetadata | None:
+        """A group as attention reads it, from what was sent of it."""
+        if group.block_table is None:
+            return None
+        assert group.key_start is not None
+        table, slots, key_start = next(sent), next(sent), next(sent)
+        decodes, size = group.num_decodes, self._layout.block_size
+        decode_table = table[:decodes, : group.decode_width]
+        mask = torch.empty((0, 0), dtype=torch.bool, device=self._device)
+        if self._with_masks:
+            mask = decode_mask(
+                decode_table, size, key_start[:decodes], seq_lens[:decodes], group.window
+            )
+        return AttentionMetadata(
+            block_table=table,
+            key_start=tuple(group.key_start.tolist()),
+            slot_mapping=slots,
+            decode_table=decode_table,
+            decode_mask=mask,
+        )
+
+    def _send(self, *arrays: np.ndarray) -> list[Tensor]:
+        """The arrays as int64 on the device, in one copy."""
+        packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        parts = packed.split([array.size for array in arrays])
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What the layers of one kind need of a step, on the host; empty where there are none."""
+
+    block_table: np.ndarray | None = None
+    """[B, N]."""
+    slots: np.ndarray | None = None
+    """[T]."""
+    key_start: np.ndarray | None = None
+    """[B]."""
+    num_decodes: int = 0
+    decode_width: int = 0
+    window: int | None = None
+
+    def arrays(self) -> list[np.ndarray]:
+        """What goes to the device."""
+        arrays = (self.block_table, self.slots, self.key_start)
+        return [array for array in arrays if array is not None]
 
 
 class _BlockTable:

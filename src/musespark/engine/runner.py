@@ -7,13 +7,14 @@ from musespark.engine.cuda_graph import DecodeGraphs
 from musespark.model.batch import ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, allocate_kv_cache
+from musespark.ops.attention_paged import attention_paged
 
 
 class ModelRunner:
     """Holds the weights and every layer's keys and values."""
 
     def __init__(self, decoder: Decoder, spec: KVCacheSpec) -> None:
-        self._decoder = decoder
+        self._decoder, self._block_size = decoder, spec.block_size
         self._caches = allocate_kv_cache(
             decoder.config, spec, dtype=decoder.dtype, device=decoder.device
         )
@@ -25,6 +26,11 @@ class ModelRunner:
     def device(self) -> torch.device:
         """Where batches must be."""
         return self._decoder.device
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether attention reads the batches' masks; kernels read lengths instead."""
+        return self._decoder.kernels.attention_paged is attention_paged
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Logits [N, V] float32 of the batch's wanted rows; writes the batch's keys and values."""
@@ -43,5 +49,8 @@ class OneByOneRunner(ModelRunner):
     def run(self, batch: ForwardBatch) -> Tensor:
         """As for `ModelRunner`, and the same bits for a sequence in any company."""
         # Copied: a graph's logits last until the next run only.
-        logits = [super(OneByOneRunner, self).run(one).clone() for one in batch.sequences()]
+        logits = [
+            super(OneByOneRunner, self).run(one).clone()
+            for one in batch.sequences(self._block_size)
+        ]
         return torch.cat(logits)

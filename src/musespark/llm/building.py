@@ -78,7 +78,7 @@ def build_engine(
         structured_output=grammars is not None,
     )
     runner = (OneByOneRunner if config.batch_invariant else ModelRunner)(decoder, plan.spec)
-    return Engine(runner, layout, limits, grammars), info
+    return Engine(runner, layout, limits, grammars, with_masks=runner.reads_masks), info
 
 
 def _grammar_compiler(folder: Path, vocab_size: int) -> GrammarCompiler | None:

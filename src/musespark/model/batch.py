@@ -26,19 +26,16 @@ class AttentionMetadata:
     decode_table: Tensor
     """[num_decodes, M] int64: the decoding sequences' part of the table, no wider than needed."""
     decode_mask: Tensor
-    """[num_decodes, M * block_size] bool: the keys that each decoding sequence sees."""
+    """[num_decodes, M * block_size] bool: the keys that each decoding sequence sees; [0, 0] where
+    kernels read lengths instead."""
     on_device: SequencesOnDevice | None = None
     """The sequences' lengths where kernels can read them; None: sent when they are needed."""
 
-    def sequence(self, row: int, batch: "ForwardBatch") -> "AttentionMetadata":
+    def sequence(self, row: int, batch: "ForwardBatch", block_size: int) -> "AttentionMetadata":
         """What one sequence of `batch` sees, with tables no wider than it needs."""
         tokens = slice(batch.query_start[row], batch.query_start[row + 1])
-        num_decodes = self.decode_table.shape[0]
-        block_size = self.decode_mask.shape[1] // max(1, self.decode_table.shape[1])
-        decodes = slice(row, row + 1) if row < num_decodes else slice(0, 0)
-        width = self.block_table.shape[1]
-        if row < num_decodes:
-            width = -(-(batch.seq_lens[row] - self.key_start[row]) // block_size)
+        decodes = slice(row, row + 1) if row < batch.num_decodes else slice(0, 0)
+        width = -(-(batch.seq_lens[row] - self.key_start[row]) // block_size)
         return AttentionMetadata(
             block_table=self.block_table[row : row + 1, :width],
             key_start=self.key_start[row : row + 1],
@@ -71,8 +68,8 @@ class ForwardBatch:
     padding: Tensor | None = None
     """[T] bool, True for rows that are no tokens; None: none are."""
 
-    def sequences(self) -> Iterator["ForwardBatch"]:
-        """Each sequence of the step as a batch of its own."""
+    def sequences(self, block_size: int) -> Iterator["ForwardBatch"]:
+        """Each sequence of the step as a batch of its own, over a cache of such blocks."""
         wanted = [] if self.logit_rows is None else self.logit_rows.tolist()
         for row in range(len(self.seq_lens)):
             start, stop = self.query_start[row], self.query_start[row + 1]
@@ -83,8 +80,8 @@ class ForwardBatch:
                 query_start=(0, stop - start),
                 seq_lens=(self.seq_lens[row],),
                 num_decodes=int(row < self.num_decodes),
-                full=self.full and self.full.sequence(row, self),
-                sliding=self.sliding and self.sliding.sequence(row, self),
+                full=self.full and self.full.sequence(row, self, block_size),
+                sliding=self.sliding and self.sliding.sequence(row, self, block_size),
                 logit_rows=torch.tensor(rows, dtype=torch.int64, device=self.token_ids.device),
             )
 

@@ -1,0 +1,521 @@
+"""Checks and times every operation, and whole decoder layers, at the released model's sizes.
+
+    python benchmarks/h200.py --output results.json            # all
+    python benchmarks/h200.py --only boundary finalize         # some operations
+    python benchmarks/h200.py --layers nvfp4                   # which layers; none: no layer
+
+Each time is the median over replays of a CUDA graph that calls the operation several times, on
+inputs that change from call to call where they would otherwise stay in the cache. `floor` is the
+time to move the bytes that must move, at the read bandwidth measured in the same run, or to do the
+products at the measured rate, whichever is longer. A check compares with the PyTorch reference in
+float64 and prints ||out - ref|| / ||ref||.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from musespark.config.model import DecoderConfig
+from musespark.config.quantization import QuantizationConfig
+from musespark.model.kv_cache import LayerCache
+from musespark.model.layer import DecoderLayer
+from musespark.ops.attention_decode import attention_decode_triton
+from musespark.ops.attention_paged import PagedSequences, sequences_on_device
+from musespark.ops.attention_prefill import attention_prefill_reference, attention_prefill_triton
+from musespark.ops.expert_finalize import expert_finalize_reference, expert_finalize_triton
+from musespark.ops.expert_permute import group_by_expert_triton
+from musespark.ops.output_gate import output_gate_reference, output_gate_triton
+from musespark.ops.qk_norm_rope import qk_norm_rope_write_triton
+from musespark.ops.residual_boundary import (
+    blend_triton,
+    residual_boundary_reference,
+    residual_boundary_triton,
+)
+from musespark.ops.rms_norm import rms_norm_triton
+from musespark.ops.rotary import rotary_angles
+from musespark.ops.route_topk import route_topk_triton, route_triton
+from musespark.ops.router_gemm import router_gemm_triton
+from musespark.ops.silu_mul import silu_mul_triton
+from musespark.ops.soft_cap import soft_cap_triton
+
+D, HEADS, KV_HEADS, HEAD_DIM = 8192, 128, 16, 64
+E, K, H, INNER, V, WINDOW = 256, 8, 4096, 4096, 202048, 2048
+SIZES = (1, 4, 16, 64, 256, 1024, 4096)
+BLOCK_SIZE, CONTEXT = 16, 4096
+L2_BYTES = 60 * 2**20
+DEVICE = torch.device("cuda")
+BF16, F32 = torch.bfloat16, torch.float32
+
+# us at T = 1, 16, 64, 256, 2048 of a public Triton implementation on the same GPU.
+PEERS = {
+    "finalize": {1: 3.1, 16: 3.4, 64: 3.6, 256: 6.9, 2048: 49.6},
+    "boundary": {1: 4.2, 16: 4.2, 64: 4.4, 256: 7.9, 2048: 68.7},
+    "topk": {1: 3.3, 16: 3.4, 64: 3.5, 256: 3.6, 2048: 6.4},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation at one size."""
+
+    name: str
+    tokens: int
+    num_bytes: float
+    """The fewest bytes that must move."""
+    flops: float
+    make: Callable[[], Callable[[], Any]]
+    """Draws inputs and returns the call on them."""
+    check: Callable[[], float] | None = None
+    """Relative error against the reference."""
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    tokens: int
+    us: float
+    num_bytes: float
+    floor_us: float
+    ratio: float
+    error: float | None
+    peer_us: float | None
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
+
+
+def median_us(calls: list[Callable[[], Any]], repeats: int = 9) -> float:
+    """Median time of one call, in a graph of all of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def time_case(case: Case, budget_us: float = 20_000) -> float:
+    """Median over calls on enough inputs to overflow the cache, in a graph of some twenty."""
+    copies = max(1, min(16, int(2 * L2_BYTES // max(case.num_bytes, 1)) + 1))
+    made = [case.make() for _ in range(copies)]
+    once = median_us(made)
+    total = max(len(made), min(20, int(budget_us // max(once, 1))))
+    return median_us([made[i % copies] for i in range(total)])
+
+
+def measure_ceilings() -> tuple[float, float]:
+    """(bytes per us, FLOP per us): a large read, and a large matrix product."""
+    source = randn(2**31 // 2)
+    sums = torch.empty((), device=DEVICE, dtype=F32)
+    reading = 2**31 / median_us([lambda: torch.amax(source, 0, out=sums.to(BF16))] * 3)
+    target = torch.empty_like(source)
+    copying = 2 * 2**31 / median_us([lambda: target.copy_(source)] * 3)
+    left, right = randn(8192, 8192), randn(8192, 8192)
+    rate = 2 * 8192**3 / median_us([lambda: left @ right] * 3)
+    print(f"read {reading / 1e6:.2f}, copy {copying / 1e6:.2f} TB/s, bf16 {rate / 1e6:.0f} TFLOP/s")
+    return max(reading, copying), rate
+
+
+def row_cases(T: int) -> Iterator[Case]:
+    """Everything that works on rows."""
+    alpha, beta, post, pre = (torch.rand(D, device=DEVICE) + 0.5 for _ in range(4))
+
+    def boundary_inputs() -> tuple[Any, ...]:
+        return randn(T, D, dtype=F32), randn(T, D), alpha, beta, post, 1e-8, pre, 1e-5
+
+    def check_boundary() -> float:
+        args = boundary_inputs()
+        exact = residual_boundary_reference(
+            *(a.double() if isinstance(a, Tensor) else a for a in args)
+        )
+        normed, stream = residual_boundary_triton(*args)
+        assert relative_error(stream, exact[1]) < 1e-6
+        return relative_error(normed, exact[0])
+
+    def make(op: Callable[..., Any], inputs: Callable[[], tuple[Any, ...]]) -> Callable[[], Any]:
+        args = inputs()
+        return lambda: op(*args)
+
+    vectors = 4 * D * 4
+    yield Case(
+        "boundary", T, T * D * 12 + vectors, 0,
+        lambda: make(residual_boundary_triton, boundary_inputs), check_boundary,
+    )  # fmt: skip
+    yield Case(
+        "blend", T, T * D * 10 + vectors * 3 / 4, 0,
+        lambda: make(blend_triton, lambda: boundary_inputs()[:6]),
+    )  # fmt: skip
+    gain = torch.rand(H, device=DEVICE) + 0.5
+    yield Case(
+        "rms_norm", T, T * H * 4 + H * 4, 0,
+        lambda: make(rms_norm_triton, lambda: (randn(T, H), gain, 1e-5)),
+    )  # fmt: skip
+
+    def finalize_inputs() -> tuple[Any, ...]:
+        index = torch.randperm(T * K, device=DEVICE).view(T, K)
+        return randn(T * K, H), torch.rand(T, K, device=DEVICE), index, gain, 1e-8
+
+    def check_finalize() -> float:
+        args = finalize_inputs()
+        exact = expert_finalize_reference(
+            *(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+        )
+        return relative_error(expert_finalize_triton(*args), exact)
+
+    yield Case(
+        "finalize", T, T * (K + 1) * H * 2 + T * K * 12 + H * 4, 0,
+        lambda: make(expert_finalize_triton, finalize_inputs), check_finalize,
+    )  # fmt: skip
+    yield Case(
+        "silu_mul", T, T * 3 * INNER * 2, 0,
+        lambda: make(silu_mul_triton, lambda: (randn(T, 2 * INNER),)),
+    )  # fmt: skip
+    if T <= 256:
+        yield Case(
+            "soft_cap", T, T * V * 8, 0,
+            lambda: make(soft_cap_triton, lambda: (randn(T, V, dtype=F32), 0.5, 20.0)),
+        )  # fmt: skip
+
+
+def routing_cases(T: int) -> Iterator[Case]:
+    """The router's product, choice and sort."""
+    bias = 0.1 * torch.randn(E, device=DEVICE)
+
+    def router_inputs() -> tuple[Tensor, Tensor]:
+        return randn(T, D), randn(E, D, dtype=F32) / 90
+
+    def check_product() -> float:
+        x, weight = router_inputs()
+        return relative_error(router_gemm_triton(x, weight).sum(0), x.double() @ weight.double().T)
+
+    def make_product() -> Callable[[], Any]:
+        x, weight = router_inputs()
+        return lambda: router_gemm_triton(x, weight)
+
+    def make_cublas() -> Callable[[], Any]:
+        x, weight = router_inputs()
+        return lambda: x.to(F32) @ weight.T
+
+    def make_topk() -> Callable[[], Any]:
+        logits = randn(1, T, E, dtype=F32)
+        return lambda: route_topk_triton(logits, bias, K, 1.0)
+
+    def make_route() -> Callable[[], Any]:
+        x, weight = router_inputs()
+        return lambda: route_triton(x, weight, bias, K, 1.0)
+
+    def make_sort() -> Callable[[], Any]:
+        ids = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices
+        return lambda: group_by_expert_triton(ids, E)
+
+    weight_bytes = E * D * 4
+    product = T * D * 2 + weight_bytes + T * E * 4
+    flops = 3 * 2 * T * D * E
+    yield Case("router_gemm", T, product, flops, make_product, check_product)
+    yield Case("router_cublas", T, product, flops, make_cublas)
+    yield Case("topk", T, T * (E * 4 + K * 12) + E * 4, 0, make_topk)
+    yield Case("route", T, T * D * 2 + weight_bytes + T * K * 12, flops, make_route)
+    yield Case("sort", T, T * K * 24 + E * 4, 0, make_sort)
+
+
+def paged(T: int, context: int, queries: int) -> tuple[PagedSequences, LayerCache]:
+    """T // queries sequences of `context` keys, in scattered blocks of one layer's cache."""
+    count = T // queries
+    blocks = -(-context // BLOCK_SIZE)
+    shape = (count * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    cache = LayerCache(randn(*shape), randn(*shape))
+    table = torch.randperm(count * blocks, device=DEVICE).view(count, blocks)
+    starts, lengths = tuple(range(0, T + 1, queries)), (context,) * count
+    on_device = sequences_on_device(starts, lengths, (0,) * count, DEVICE)
+    position = torch.arange(context - queries, context, device=DEVICE)
+    slots = table[:, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    sequences = PagedSequences(
+        num_decodes=count if queries == 1 else 0,
+        query_start=starts,
+        seq_lens=lengths,
+        key_start=(0,) * count,
+        block_table=table.to(torch.int32),
+        decode_table=table[:0],
+        decode_mask=table[:0],
+        slot_mapping=slots.flatten(),
+        on_device=on_device,
+    )
+    return sequences, cache
+
+
+def head_cases(T: int) -> Iterator[Case]:
+    """QK-norm with RoPE and cache insert, the output gate, and attention."""
+    width = (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM
+    angles = rotary_angles(torch.arange(T, device=DEVICE), 5e5, HEAD_DIM)
+
+    def make_insert() -> Callable[[], Any]:
+        qkvg = randn(T, width).unflatten(1, (-1, HEAD_DIM))
+        shape = (-(-T // BLOCK_SIZE) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        keys, values = randn(*shape), randn(*shape)
+        slots = torch.randperm(T, device=DEVICE)
+        qkv = qkvg[:, : HEADS + 2 * KV_HEADS]
+        return lambda: qk_norm_rope_write_triton(qkv, HEADS, 1e-5, angles, keys, values, slots)
+
+    def gate_inputs() -> tuple[Tensor, Tensor]:
+        qkvg = randn(T, width).unflatten(1, (-1, HEAD_DIM))
+        return randn(T, HEADS, HEAD_DIM), qkvg[:, HEADS + 2 * KV_HEADS :]
+
+    def make_gate() -> Callable[[], Any]:
+        attended, gate = gate_inputs()
+        return lambda: output_gate_triton(attended, gate, 1e-5)
+
+    def check_gate() -> float:
+        attended, gate = gate_inputs()
+        exact = output_gate_reference(attended.double(), gate.double(), 1e-5)
+        return relative_error(output_gate_triton(attended, gate, 1e-5), exact)
+
+    heads = HEADS * HEAD_DIM
+    yield Case("qk_rope_kv", T, T * 2 * (2 * heads + 4 * KV_HEADS * HEAD_DIM), 0, make_insert)
+    yield Case("output_gate", T, T * heads * 6, 0, make_gate, check_gate)
+    yield from attention_cases(T)
+
+
+def attention_cases(T: int) -> Iterator[Case]:
+    """Decoding T sequences, and reading a prompt of T tokens, full and sliding."""
+    key_bytes = 4 * KV_HEADS * HEAD_DIM
+    for name, window in (("full", None), ("sliding", WINDOW)):
+        if T <= 256:
+            keys = min(CONTEXT, window or CONTEXT)
+
+            def make_decode(window: int | None = window) -> Callable[[], Any]:
+                sequences, cache = paged(T, CONTEXT, 1)
+                query, on_device = randn(T, HEADS, HEAD_DIM), sequences.on_device
+                assert on_device is not None
+                return lambda: attention_decode_triton(
+                    query, cache.key, cache.value, sequences.block_table,
+                    on_device.key_start, on_device.seq_lens, 0.1, window,
+                )  # fmt: skip
+
+            yield Case(
+                f"decode_{name}", T, T * (keys * key_bytes + 4 * HEADS * HEAD_DIM),
+                4 * T * keys * HEADS * HEAD_DIM, make_decode,
+            )  # fmt: skip
+        if T >= 256:
+            reach = min(T, window or T)
+            pairs = T * reach - reach * (reach - 1) / 2
+
+            def prefill(window: int | None) -> tuple[Callable[[], Tensor], Tensor, LayerCache]:
+                sequences, cache = paged(T, T, T)
+                query, on_device = randn(T, HEADS, HEAD_DIM), sequences.on_device
+                assert on_device is not None
+                table = sequences.block_table
+                cache_in_order = LayerCache(
+                    cache.key[table[0]].flatten(0, 1), cache.value[table[0]].flatten(0, 1)
+                )
+                return (
+                    lambda: attention_prefill_triton(
+                        query, cache.key, cache.value, table, on_device.query_start,
+                        on_device.key_start, on_device.seq_lens, 0.1, window,
+                    ),
+                    query, cache_in_order,
+                )  # fmt: skip
+
+            def check(window: int | None = window) -> float:
+                call, query, cache = prefill(window)
+                kept = slice(max(0, T - 64), T)
+                exact = attention_prefill_reference(
+                    query[kept, :16].double(), cache.key[:, :2].double(),
+                    cache.value[:, :2].double(), 0.1, window,
+                )  # fmt: skip
+                return relative_error(call()[kept, :16], exact)
+
+            yield Case(
+                f"prefill_{name}", T, T * (key_bytes + 4 * HEADS * HEAD_DIM),
+                4 * pairs * HEADS * HEAD_DIM, lambda w=window: prefill(w)[0], check,
+            )  # fmt: skip
+
+
+def product_cases(T: int) -> Iterator[Case]:
+    """The plain products, by the matrix library."""
+    shapes = {
+        "qkvg_proj": (D, (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM),
+        "o_proj": (HEADS * HEAD_DIM, D),
+        "pooler": (D, H),
+        "unpooler": (H, D),
+    }
+    for name, (inner, outer) in shapes.items():
+
+        def make(inner: int = inner, outer: int = outer) -> Callable[[], Any]:
+            x, weight = randn(T, inner), randn(outer, inner)
+            return lambda: torch.nn.functional.linear(x, weight)
+
+        moved = 2 * (inner * outer + T * (inner + outer))
+        yield Case(name, T, moved, 2 * T * inner * outer, make)
+
+
+GROUPS = {
+    "rows": row_cases,
+    "routing": routing_cases,
+    "heads": head_cases,
+    "products": product_cases,
+}
+
+
+def released_config(quantized: bool) -> DecoderConfig:
+    """One sliding layer of the released model, without its vocabulary."""
+    config = DecoderConfig.from_dict(
+        {
+            "model_type": "muse_spark_text", "vocab_size": 1024, "hidden_size": D,
+            "intermediate_size": 16384, "num_hidden_layers": 1, "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "moe_hidden_size": H,
+            "moe_intermediate_size": INNER, "num_local_experts": E, "num_experts_per_tok": K,
+            "sliding_window": WINDOW, "max_position_embeddings": 2**20, "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8, "qk_scale_factor": 5.4730064863875, "output_multiplier": 0.5,
+            "final_logit_softcapping": 20.0, "residual_gate_temperature": 0.3,
+            "routed_scaling_factor": 1.0, "bos_token_id": 0, "eos_token_id": None,
+            "layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"],
+            "layer_rope_theta": [500_000.0],
+        },
+        where="benchmark",
+    )  # fmt: skip
+    return replace(config, quantization=QuantizationConfig()) if quantized else config
+
+
+def random_layer(config: DecoderConfig) -> DecoderLayer:
+    """A layer with random weights, packed."""
+    layer = DecoderLayer(config, 0, dtype=BF16, device=DEVICE)
+    for name, weight in layer.named_parameters():
+        if weight.dtype == torch.uint8:
+            weight.data.random_(0, 256)
+        elif weight.dtype == torch.float8_e4m3fn:
+            weight.data.view(torch.uint8).random_(40, 60)
+        elif name.endswith("scale_2"):
+            weight.data.fill_(0.02)
+        else:
+            weight.data.normal_(std=1 / 64 if weight.dim() > 1 else 0.1)
+    for module in layer.modules():
+        kind: Any = type(module)
+        if hasattr(kind, "finish_loading"):
+            kind.finish_loading(module)
+    for module in layer.modules():
+        kind = type(module)
+        if hasattr(kind, "pack"):
+            kind.pack(module)
+    return layer
+
+
+def time_layers(kind: str, bandwidth: float, rate: float) -> list[Result]:
+    """A whole decoder layer with its boundaries: T sequences decode, or one prompt of T tokens."""
+    layer = random_layer(released_config(kind == "nvfp4"))
+    expert_bytes = 3 * H * INNER * (9 / 16 if kind == "nvfp4" else 2)
+    other_bytes = 2 * D * ((2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS * HEAD_DIM + 2 * H)
+    results = []
+    for T in SIZES:
+        queries = 1 if T <= 256 else T
+        context = CONTEXT if queries == 1 else T
+        sequences, cache = paged(T, context, queries)
+        stream, normed = randn(T, D, dtype=F32), randn(T, D)
+        positions = torch.arange(context - queries, context, device=DEVICE).repeat(T // queries)
+        angles = rotary_angles(positions, 5e5, HEAD_DIM)
+
+        def run() -> Tensor:
+            residual = layer(normed, stream, sequences, cache, angles)  # noqa: B023
+            return residual.boundary(layer.input_layernorm)[1]
+
+        with torch.inference_mode():
+            us = median_us([run])
+            assert bool(run().isfinite().all())
+        busy = E * (1 - (1 - K / E) ** T)
+        keys = min(context, WINDOW) if queries == 1 else T
+        num_bytes = busy * expert_bytes + other_bytes + E * D * 4 + T // queries * keys * 4096
+        flops = 2 * T * (other_bytes / 2 + K * 3 * H * INNER)
+        floor = max(num_bytes / bandwidth, flops / rate)
+        results.append(Result(f"layer_{kind}", T, us, num_bytes, floor, us / floor, None, None))
+        print_result(results[-1])
+    return results
+
+
+def print_result(r: Result) -> None:
+    error = "" if r.error is None else f"{r.error:.1e}"
+    peer = "" if r.peer_us is None else f"{r.peer_us:.1f}"
+    print(
+        f"{r.name:16}{r.tokens:6}{r.us:10.2f} us{r.num_bytes / 1e6:11.2f} MB"
+        f"{r.num_bytes / r.us / 1e6:7.2f} TB/s{r.floor_us:10.2f}{r.ratio:7.2f}  {error:8}{peer}",
+        flush=True,
+    )
+
+
+def run_cases(only: list[str] | None, bandwidth: float, rate: float) -> list[Result]:
+    results = []
+    for cases in GROUPS.values():
+        for T in sorted({*SIZES, 2048}):
+            for case in cases(T):
+                if only and case.name not in only:
+                    continue
+                error = case.check() if case.check else None
+                us = time_case(case)
+                floor = max(case.num_bytes / bandwidth, case.flops / rate)
+                peer = PEERS.get(case.name, {}).get(T)
+                result = Result(case.name, T, us, case.num_bytes, floor, us / floor, error, peer)
+                results.append(result)
+                gc.collect()
+    for result in sorted(results, key=lambda r: r.name):
+        print_result(result)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, help="write the results here, as JSON")
+    parser.add_argument("--only", nargs="*", help="names of operations")
+    parser.add_argument("--layers", nargs="*", default=["nvfp4", "bf16"])
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth, rate = measure_ceilings()
+    print("name                 T      time          bytes     rate      floor  ratio  error  peer")
+    results = run_cases(arguments.only, bandwidth, rate)
+    for kind in arguments.layers:
+        gc.collect()
+        torch.cuda.empty_cache()
+        results += time_layers(kind, bandwidth, rate)
+    if arguments.output:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        report = {
+            "commit": commit,
+            "command": sys.argv,
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "bytes_per_us": bandwidth,
+            "flop_per_us": rate,
+            "results": [asdict(result) for result in results],
+        }
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -203,6 +203,20 @@ def test_what_is_no_grammar_is_refused(wanted):
         new_engine().compile_grammar(wanted)
 
 
+def test_refusals_say_why_and_not_where():
+    with pytest.raises(RequestError, match="regex: cannot be used: Regex parsing error") as refused:
+        new_engine().compile_grammar(StructuredOutput.regex("(a"))
+    assert "cpp" not in str(refused.value)
+
+
+def test_a_pattern_that_slows_everybody_down_is_given_up():
+    engine = new_engine(NoiseModel(favoured={ord("a"): 50}))
+    params = dataclasses.replace(RANDOM, max_tokens=390)
+    (result,) = generate(engine, [([1], params, StructuredOutput.regex("((a+)+)+b"))])
+    assert result.finish_reason is FinishReason.ABORT
+    assert len(result.token_ids) < 300
+
+
 def test_an_engine_without_a_vocabulary_refuses():
     layout = CacheLayout(16, 200, 0, 8)
     engine = Engine(NoiseModel(), layout, EngineLimits(VOCAB, 400, 16, 256, frozenset()))

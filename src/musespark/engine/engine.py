@@ -254,10 +254,11 @@ class Engine:
             self._num_prompt_tokens += len(request.prompt_token_ids)
             prompt_logprobs = tuple(request.prompt_logprobs) or None
         self.scheduler.commit(item, token_id)
-        if request.constraint is not None:
-            request.constraint.accept(token_id)
-            if request.constraint.is_finished and request.finish_reason is None:
-                self.scheduler.finish(request, FinishReason.STOP)
+        if (constraint := request.constraint) is not None:
+            constraint.accept(token_id)
+            if constraint.is_finished and request.finish_reason is None:
+                reason = FinishReason.ABORT if constraint.is_too_slow else FinishReason.STOP
+                self.scheduler.finish(request, reason)
         if request.status is RequestStatus.FINISHED:
             self._forget(request)
         return NewToken(

@@ -8,6 +8,7 @@ grammar is asked for.
 import importlib.util
 import json
 import re
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -21,8 +22,13 @@ from musespark.errors import RequestError
 
 # A grammar's text may come from anybody, and compiling takes time and memory.
 _MAX_BODY = 200_000
+# What following a grammar may take, since everybody waits meanwhile. Usual grammars take a tenth of
+# it; ambiguous patterns such as ((a+)+)+ take longer with every token.
+_FREE_SECONDS = 1.0
+_SECONDS_PER_TOKEN = 0.005
 # Spaces in a row between the parts of a JSON text; a model could go on with them forever.
 _MAX_WHITESPACE = 20
+_SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 _CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
 
 
@@ -72,8 +78,11 @@ class Constraint:
         self._matcher = xgrammar.GrammarMatcher(
             compiled, override_stop_tokens=end_token_ids or None
         )
+        self._seconds_left = _FREE_SECONDS
         self.is_finished = False
         """Whether nothing more may follow."""
+        self.is_too_slow = False
+        """Whether it has ended because following the grammar takes too long."""
 
     @property
     def is_active(self) -> bool:
@@ -82,8 +91,10 @@ class Constraint:
 
     def fill_allowed(self, bitmask: Tensor, row: int) -> None:
         """Write into row `row` of `bitmask` [N, ceil(V / 32)] int32 which tokens may come."""
+        started = time.perf_counter()
         self._matcher.fill_next_token_bitmask(bitmask, row)
         bitmask[row] &= self._usable
+        self._seconds_left -= time.perf_counter() - started
 
     def matches(self, token_id: int) -> bool:
         """Whether `token_id` fits as the next token of the answer, which it then is."""
@@ -92,8 +103,12 @@ class Constraint:
     def accept(self, token_id: int) -> None:
         """Take the token that was chosen."""
         if self.is_active:
+            started = time.perf_counter()
             fits = self.matches(token_id)
             self.is_finished = not fits or self._matcher.is_terminated() or self._is_exhausted()
+            self._seconds_left += _SECONDS_PER_TOKEN - (time.perf_counter() - started)
+            if self._seconds_left < 0 and not self.is_finished:
+                self.is_finished = self.is_too_slow = True
         if self._tracker is not None:
             self._tracker.push(token_id)
 
@@ -154,8 +169,9 @@ class GrammarCompiler:
         except RequestError:
             raise
         except Exception as error:  # the library's own classes, and what its C++ side throws
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise RequestError(f"{name}: cannot be used: {reason[-1]}") from None
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = _SOURCE_LINE.sub("", lines[-1])
+            raise RequestError(f"{name}: cannot be used: {reason}") from None
         is_json = wanted.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
         usable = self._json_tokens if is_json else self._all_tokens
         return Grammar(compiled, wanted.scope, usable, self._vocab_size)

@@ -42,6 +42,7 @@ class TokenConstraint(Protocol):
     """What one output may still become; see grammar.Constraint."""
 
     is_finished: bool
+    is_too_slow: bool
 
     @property
     def is_active(self) -> bool: ...

@@ -20,6 +20,7 @@ from musespark.engine.client import (
     EngineStats,
     OutputStream,
 )
+from musespark.engine.delta_stream import DeltaStream
 from musespark.engine.messages import (
     Abort,
     Accepted,
@@ -79,20 +80,20 @@ class AsyncEngineClient:
         self._loop = asyncio.get_running_loop()
         # The engine knows requests by numbers of this client's own: a caller may use a name again
         # while the engine still talks of the request that had it before.
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self._number_of: dict[str, str] = {}
         self._numbers = itertools.count()
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._death: MuseSparkError | None = None
-        self._idle, self._gone = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
         self._idle.set()
         self._generation = 0
         self._start()
 
     def _start(self) -> None:
         self._state = EngineState.STARTING
-        self._settled = asyncio.Event()  # ready, or dead
+        self._settled, self._gone = asyncio.Event(), asyncio.Event()  # ready or dead; dead
         self._generation += 1
         self._link = self._start_link(functools.partial(self._deliver, self._generation))
 
@@ -124,7 +125,7 @@ class AsyncEngineClient:
                 f"A request named {request.request_id!r} runs already: names must differ."
             )
         number = str(next(self._numbers))
-        stream = _Stream(number, request, self._loop.create_future(), self._leave)
+        stream = DeltaStream(number, request, self._loop.create_future(), self._leave)
         self._streams[number] = stream
         self._number_of[request.request_id] = number
         self._idle.clear()
@@ -225,92 +226,16 @@ class AsyncEngineClient:
             doing = "shutting down" if self._state is EngineState.DRAINING else "still starting"
             raise EngineNotReadyError(f"The engine is {doing}. Try again later.")
 
-    def _leave(self, stream: "_Stream") -> None:
+    def _leave(self, stream: "DeltaStream") -> None:
         """A reader has left its stream."""
         if stream.number in self._streams:
             self._remove(stream)
             self._link.send(Abort(stream.number))
 
-    def _remove(self, stream: "_Stream") -> None:
+    def _remove(self, stream: "DeltaStream") -> None:
         del self._streams[stream.number], self._number_of[stream.name]
         if not self._streams:
             self._idle.set()
-
-
-class _Stream:
-    """The deltas of one request; those not fetched yet are joined, output by output."""
-
-    def __init__(
-        self,
-        number: str,
-        request: EngineRequest,
-        accepted: asyncio.Future[None],
-        leave: Callable[["_Stream"], None],
-    ) -> None:
-        self.number, self.name, self.accepted = number, request.request_id, accepted
-        self._leave = leave
-        self._unfinished = set(range(request.params.n))
-        self._pending: dict[int, list[EngineOutput]] = {}
-        self._changed = asyncio.Event()
-        self._error: MuseSparkError | None = None
-        self._is_closed = False
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all outputs have told their end."""
-        return not self._unfinished
-
-    def accept(self) -> None:
-        if not self.accepted.done():
-            self.accepted.set_result(None)
-
-    def push(self, output: EngineOutput) -> None:
-        self._pending.setdefault(output.index, []).append(output)
-        if output.finish_reason is not None:
-            self._unfinished.discard(output.index)
-        self._changed.set()
-
-    def fail(self, error: MuseSparkError) -> None:
-        """End the stream, after what is pending, with an error."""
-        self._error = error
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-        self._changed.set()
-
-    def __aiter__(self) -> "_Stream":
-        return self
-
-    async def __anext__(self) -> EngineOutput:
-        while not self._pending:
-            if self._is_closed or self.is_finished:
-                raise StopAsyncIteration
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
-        return _joined(self._pending.pop(next(iter(self._pending))), self.name)
-
-    async def aclose(self) -> None:
-        self._is_closed = True
-        self._pending.clear()
-        self._changed.set()
-        self._leave(self)
-
-
-def _joined(outputs: list[EngineOutput], name: str) -> EngineOutput:
-    """Consecutive deltas of one output as one, under the caller's name of the request."""
-    first = outputs[0]
-    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
-    return EngineOutput(
-        request_id=name,
-        index=first.index,
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(logprobs) if logprobs else first.logprobs,
-        finish_reason=outputs[-1].finish_reason,
-        # An abort does not tell.
-        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
-        prompt_logprobs=first.prompt_logprobs,
-    )
 
 
 def _error(message: Refused | Failed) -> MuseSparkError:

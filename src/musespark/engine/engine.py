@@ -12,11 +12,13 @@ from torch import Tensor
 
 from musespark.config.sampling import SamplingParams
 from musespark.config.structured_output import StructuredOutput
+from musespark.engine.checks import check_request
 from musespark.engine.client import EngineStats
 from musespark.engine.grammar import Grammar, GrammarCompiler, new_bitmask, unpack_bitmask
-from musespark.engine.inputs import InputBuilder, wanted_rows
+from musespark.engine.inputs import InputBuilder
+from musespark.engine.prompt_logprobs import take_prompt_logprobs, wants_prompt_logprobs
 from musespark.engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
-from musespark.engine.sampler import SampledTokens, Sampler, token_logprobs
+from musespark.engine.sampler import SampledTokens, Sampler
 from musespark.engine.scheduler import CacheLayout, ScheduledRequest, Scheduler
 from musespark.errors import RequestError
 from musespark.model.batch import ForwardBatch
@@ -131,7 +133,7 @@ class Engine:
                 no room for an answer or does not fit the grammar.
         """
         limits, prompt = self._limits, tuple(prompt_token_ids)
-        self._check_prompt(prompt, params)
+        check_request(prompt, params, limits.vocab_size, limits.max_model_len)
         end_tokens = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             end_tokens |= limits.eos_token_ids
@@ -218,7 +220,7 @@ class Engine:
     ) -> list[NewToken]:
         sampling = [item for item in schedule if item.samples]
         if any(wants_prompt_logprobs(item.request) for item in schedule):
-            logits = self._take_prompt_logprobs(schedule, logits)
+            logits = take_prompt_logprobs(schedule, logits)
         requests = [item.request for item in sampling]
         sampled = self._sample(logits, requests)
         commit = self.scheduler.commit
@@ -287,19 +289,6 @@ class Engine:
         allowed = unpack_bitmask(bitmask.to(self._runner.device), vocab_size)
         return [row for row, _ in active], ~allowed
 
-    def _take_prompt_logprobs(self, schedule: list[ScheduledRequest], logits: Tensor) -> Tensor:
-        """Note the prompts' log-probabilities; returns the logits [N, V] of rows that sample."""
-        sampling_rows: list[int] = []
-        end = 0
-        for item in schedule:
-            request, count = item
-            start, end = end, end + len(wanted_rows(request, count, count))
-            if wants_prompt_logprobs(request):
-                note_prompt_logprobs(request, logits[start:end])
-            if item.samples:
-                sampling_rows.append(end - 1)
-        return logits[torch.tensor(sampling_rows, dtype=torch.int64, device=logits.device)]
-
     def _forget(self, request: Request) -> None:
         assert request.finish_reason is not None
         self._finished[request.finish_reason.value] += 1
@@ -307,37 +296,3 @@ class Engine:
         del outputs[request.index]
         if not outputs:
             del self._outputs[request.request_id]
-
-    def _check_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        limits = self._limits
-        if not prompt:
-            raise RequestError("The prompt is empty: it must hold at least one token.")
-        given = (*params.stop_token_ids, *dict(params.logit_bias))
-        for token_id in (min(prompt), max(prompt), *given):
-            if not 0 <= token_id < limits.vocab_size:
-                raise RequestError(
-                    f"Token id {token_id} is outside the model's vocabulary "
-                    f"(0 to {limits.vocab_size - 1})."
-                )
-        if len(prompt) >= limits.max_model_len:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens, but prompt and output together may have "
-                f"{limits.max_model_len} (max_model_len). Shorten it, or raise max_model_len."
-            )
-
-
-def wants_prompt_logprobs(request: Request) -> bool:
-    """Whether a step of this request predicts prompt tokens that the caller wants to know about."""
-    return request.params.prompt_logprobs is not None and not request.output_token_ids
-
-
-def note_prompt_logprobs(request: Request, logits: Tensor) -> None:
-    """Take over the logits [n, V] of the request's tokens that this step computes."""
-    prompt, first = request.prompt_token_ids, request.num_computed_tokens
-    if not request.prompt_logprobs:
-        request.prompt_logprobs = [None] * len(prompt)
-    targets = prompt[first + 1 : first + 1 + len(logits)]
-    counts = [request.params.prompt_logprobs or 0] * len(targets)
-    token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-    found = token_logprobs(logits[: len(targets)], token_ids, counts)
-    request.prompt_logprobs[first + 1 : first + 1 + len(found)] = found

@@ -1,0 +1,47 @@
+"""Log-probabilities of prompts: more rows of logits in a step, and where they go."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from musespark.engine.inputs import wanted_rows
+from musespark.engine.request import Request
+from musespark.engine.sampler import token_logprobs
+from musespark.engine.scheduler import ScheduledRequest
+
+
+def wants_prompt_logprobs(request: Request) -> bool:
+    """Whether a step of this request predicts prompt tokens that the caller wants to know about."""
+    return request.params.prompt_logprobs is not None and not request.output_token_ids
+
+
+def take_prompt_logprobs(schedule: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
+    """Note the prompts' log-probabilities; returns the logits [N, V] of the rows that sample.
+
+    Args:
+        schedule: the step.
+        logits: [M, V] of all its wanted rows.
+    """
+    sampling_rows: list[int] = []
+    end = 0
+    for item in schedule:
+        request, count = item
+        start, end = end, end + len(wanted_rows(request, count, count))
+        if wants_prompt_logprobs(request):
+            _note(request, logits[start:end])
+        if item.samples:
+            sampling_rows.append(end - 1)
+    return logits[torch.tensor(sampling_rows, dtype=torch.int64, device=logits.device)]
+
+
+def _note(request: Request, logits: Tensor) -> None:
+    """Take over the logits [n, V] of the request's tokens that this step computes."""
+    prompt, first = request.prompt_token_ids, request.num_computed_tokens
+    if not request.prompt_logprobs:
+        request.prompt_logprobs = [None] * len(prompt)
+    targets = prompt[first + 1 : first + 1 + len(logits)]
+    counts = [request.params.prompt_logprobs or 0] * len(targets)
+    token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+    found = token_logprobs(logits[: len(targets)], token_ids, counts)
+    request.prompt_logprobs[first + 1 : first + 1 + len(found)] = found

@@ -1,6 +1,7 @@
 """What a request that cannot be served is told: OpenAI's shape, the right status, the field."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,6 +215,31 @@ def test_bodies_of_another_type(served: tuple[LiveServer, httpx.Client], kind: s
     body = json.dumps({"messages": HELLO})
     headers = {"Content-Type": kind}
     error_of(served[1].post(CHAT, content=body, headers=headers), 415)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 300_000 + [1]}),
+        ("/v1/completions", {"prompt": [[1]] * 300_000}),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): "x" for i in range(200_000)}}),
+        ("/v1/completions", {"prompt": "a", "stop": [1] * 500_000}),
+        ("/v1/completions", {"prompt": "a", **{f"field{i}": 1 for i in range(100_000)}}),
+        (CHAT, {"messages": [1] * 500_000}),
+        (CHAT, {"messages": HELLO, "tools": [1] * 500_000}),
+        (CHAT, {"messages": HELLO, "x" * 1_000_000: 1}),
+        ("/detokenize", {"tokens": ["a"] * 300_000}),
+    ],
+    ids=range(9),
+)
+def test_large_nonsense_is_refused_quickly(path: str, fields: dict[str, Any]) -> None:
+    with live(answer("x")) as (_server, client):
+        body = json.dumps(fields)
+        started = time.monotonic()
+        response = post(client, path, body)
+        error_of(response, 400)
+        assert len(response.content) < 1000
+        assert time.monotonic() - started < 5  # a few tenths of a second, on a free machine
 
 
 def test_a_full_queue() -> None:

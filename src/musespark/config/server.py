@@ -24,7 +24,7 @@ class ServerConfig:
     on a local address without an API key, so that no web page can talk to the server."""
     served_model_name: str | None = None
     """The model's name in the API; None: the name it was loaded by."""
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = 8 * 1024 * 1024
     """Largest request body; larger ones are turned away with 413."""
     max_choices: int = 128
     """Outputs that one request may ask for: n, times its prompts."""

@@ -29,8 +29,9 @@ def plan_completion(context: Context, request: CompletionRequest) -> list[Engine
     Raises:
         RequestError: the request can never be honoured.
     """
-    prompts = _token_prompts(context.tokenizer, request)
-    context.check_choices(request.n * len(prompts))
+    raw_prompts = _as_list(request.prompt)
+    context.check_choices(request.n * len(raw_prompts))
+    prompts = [_token_ids(context.tokenizer, request, prompt) for prompt in raw_prompts]
     wants_prompt_logprobs = request.echo and request.logprobs is not None
     if wants_prompt_logprobs and request.n > 1:
         raise RequestError("echo: with logprobs, n must be 1.")
@@ -47,17 +48,19 @@ def plan_completion(context: Context, request: CompletionRequest) -> list[Engine
     return [EngineRequest(f"{name}-{i}", prompt, params, rule) for i, prompt in enumerate(prompts)]
 
 
-def _token_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[tuple[int, ...]]:
-    """The prompts in whichever of the four shapes they came."""
-    raw = request.prompt
-    several: Sequence[str | Sequence[int]]
-    several = [raw] if isinstance(raw, str) or isinstance(raw[0], int) else raw
-    return [
-        tuple(tokenizer.encode_prompt(prompt, add_special_tokens=request.add_special_tokens))
-        if isinstance(prompt, str)
-        else tuple(prompt)
-        for prompt in several
-    ]
+def _as_list(raw: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
+    """The prompts, in whichever of the four shapes they came."""
+    if isinstance(raw, str) or isinstance(raw[0], int):
+        return [raw]
+    return raw
+
+
+def _token_ids(
+    tokenizer: Tokenizer, request: CompletionRequest, prompt: str | list[int]
+) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    return tuple(tokenizer.encode_prompt(prompt, add_special_tokens=request.add_special_tokens))
 
 
 class CompletionJob:

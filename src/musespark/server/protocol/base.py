@@ -7,10 +7,12 @@ refused with the nearest match: a misspelt setting must not be dropped in silenc
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
 
 # Accepted and without effect: labels for OpenAI's own bookkeeping, and hints about speed.
 BOOKKEEPING = frozenset(
@@ -43,13 +45,14 @@ class RequestModel(BaseModel):
         if not isinstance(data, Mapping):
             return data
         kept = {}
+        names = cls.names()
         for name, value in data.items():
-            if name in cls.names():
+            if name in names:
                 kept[name] = value
             elif name in cls.unsupported:
                 cls._check_neutral(name, value)
             elif name not in cls.bookkeeping:
-                raise _field_error(name, f"Unknown field {name!r}.{cls._nearest(name)}")
+                raise _field_error(name, f"Unknown field {name[:99]!r}.{cls._nearest(name)}")
         # Null means what leaving the field out means.
         return {name: value for name, value in kept.items() if value is not None}
 
@@ -71,10 +74,17 @@ class RequestModel(BaseModel):
         return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
+def _at_most_1024(value: Any) -> Any:
+    """Counts before anything looks at the entries, each of which may be an error."""
+    if isinstance(value, Mapping) and len(value) > 1024:
+        raise ValueError("must have at most 1024 entries")
+    return value
+
+
 def _field_error(name: str, message: str) -> PydanticCustomError:
     # The text goes in as a value: as a template, braces in a name would be placeholders. Half of
     # a surrogate pair has no UTF-8 form, which pydantic needs.
-    name = name.encode("utf-8", "backslashreplace").decode()
+    name = name[:99].encode("utf-8", "backslashreplace").decode()
     return PydanticCustomError("field", "{message}", {"message": message, "param": name})
 
 
@@ -103,6 +113,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 """Bounds that any vocabulary fits in, so that numbers of any size cannot travel further."""
 
 
+Few = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is given up at its first error: a long one full of errors would take long to tell."""
+
+
 class StreamOptions(RequestModel):
     """What a stream tells beside the output."""
 
@@ -120,7 +134,7 @@ class StructuredOutputs(RequestModel):
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    choice: Annotated[Few[str], Field(min_length=1, max_length=1024)] | None = None
     unsupported: ClassVar = {
         "grammar": ((), "Use json, json_object, regex or choice."),
         "structural_tag": ((), "Use json, json_object, regex or choice."),
@@ -137,11 +151,11 @@ class SamplingFields(RequestModel):
     temperature: float | None = None
     top_p: float | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: str | Annotated[Few[str], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most_1024)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -150,7 +164,7 @@ class SamplingFields(RequestModel):
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[Few[TokenId], Field(max_length=128)] | None = None
     structured_outputs: StructuredOutputs | None = None
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema, model_validator
 
-from musespark.server.protocol.base import RequestModel, ResponseModel, SamplingFields, Usage
+from musespark.server.protocol.base import Few, RequestModel, ResponseModel, SamplingFields, Usage
 
 # The chat package checks messages and tools, and its errors name the message and the field. Here
 # only their outer shape is told, for the OpenAPI document.
@@ -112,13 +112,13 @@ class ChatRequest(SamplingFields):
         "web_search_options": ((), "Give the model a tool of your own."),
     }
 
-    messages: Annotated[list[RawMessage], Field(min_length=1)]
+    messages: Annotated[Few[RawMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The older name of max_completion_tokens."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[RawTool] | None = None
+    tools: Few[RawTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None

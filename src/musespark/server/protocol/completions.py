@@ -4,10 +4,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from musespark.server.protocol.base import ResponseModel, SamplingFields, TokenId, Usage
+from musespark.server.protocol.base import Few, ResponseModel, SamplingFields, TokenId, Usage
 from musespark.server.protocol.chat import ResponseFormat
 
-TokenList = Annotated[list[TokenId], Field(min_length=1)]
+TokenList = Annotated[Few[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(SamplingFields):
@@ -26,8 +26,8 @@ class CompletionRequest(SamplingFields):
     prompt: (
         str
         | TokenList
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenList], Field(min_length=1)]
+        | Annotated[Few[str], Field(min_length=1)]
+        | Annotated[Few[TokenList], Field(min_length=1)]
     )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 16
     """0 is of use with echo and logprobs only."""

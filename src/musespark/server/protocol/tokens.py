@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from musespark.server.protocol.base import RequestModel, ResponseModel, TokenId
+from musespark.server.protocol.base import Few, RequestModel, ResponseModel, TokenId
 from musespark.server.protocol.chat import RawMessage, RawTool
 
 
@@ -13,8 +13,8 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[RawMessage], Field(min_length=1)] | None = None
-    tools: list[RawTool] | None = None
+    messages: Annotated[Few[RawMessage], Field(min_length=1)] | None = None
+    tools: Few[RawTool] | None = None
     reasoning_effort: str | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -42,7 +42,7 @@ class DetokenizeRequest(RequestModel):
     """Tokens to turn into text."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Few[TokenId]
     skip_special_tokens: bool = False
 
 

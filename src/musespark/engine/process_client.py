@@ -7,6 +7,7 @@ of the pipe, which the other side notices at once.
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import signal
 import threading
@@ -15,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 
 from musespark.engine.async_client import AsyncEngineClient, Deliver
+from musespark.engine.client import EngineInfo
+from musespark.engine.engine import Engine
 from musespark.engine.messages import Failed, FromEngine, Shutdown, Stopped, ToEngine
 from musespark.engine.thread_client import BuildEngine, EngineLink, serve_engine
 from musespark.engine.wire import decode, encode
@@ -99,9 +102,17 @@ def _run_engine(pipe: Connection, build: BuildEngine, max_queue_len: int) -> Non
     threading.Thread(target=_read_commands, args=(pipe, link), daemon=True).start()
     writer = threading.Thread(target=_write_messages, args=(pipe, outgoing), daemon=True)
     writer.start()
-    serve_engine(build, max_queue_len, link)
+    serve_engine(lambda: _build_for_good(build), max_queue_len, link)
     outgoing.put(None)
     writer.join(timeout=2.0)
+
+
+def _build_for_good(build: BuildEngine) -> tuple[Engine, EngineInfo]:
+    """Build, and keep the garbage collector from walking through all of the model ever after."""
+    built = build()
+    gc.collect()
+    gc.freeze()
+    return built
 
 
 def _read_commands(pipe: Connection, link: EngineLink) -> None:

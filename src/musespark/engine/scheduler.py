@@ -31,6 +31,15 @@ class ScheduledRequest(NamedTuple):
         return self.num_new_tokens == self.request.num_uncomputed_tokens
 
 
+class _Refusal(NamedTuple):
+    """A request that there were not enough blocks for, and how many there were."""
+
+    request: Request
+    num_running: int
+    num_free_full: int
+    num_free_sliding: int
+
+
 class Scheduler:
     """Continuous batching with chunked prefill over two pools of blocks."""
 
@@ -55,6 +64,7 @@ class Scheduler:
         """In order of arrival."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._last_refusal: _Refusal | None = None
 
     @property
     def has_work(self) -> bool:
@@ -148,12 +158,16 @@ class Scheduler:
         admitted = []
         while budget and self.waiting and self._free_slots:
             request = self.waiting[0]
+            if self._is_refused_again(request):
+                break
             self.blocks.take_cached_prefix(request)
             count = self._chunk(request, budget)
             # With a block to spare for each that runs, so that a newcomer drives nobody out.
             spare = len(self.running)
             if count == 0 or not self.blocks.allocate(request, count, spare=spare):
                 self.blocks.release(request)
+                if count:
+                    self._last_refusal = self._refusal(request)
                 break
             self.blocks.count_lookup(request)
             self.waiting.popleft()
@@ -163,6 +177,22 @@ class Scheduler:
             admitted.append(ScheduledRequest(request, count))
             budget -= count
         return admitted
+
+    def _is_refused_again(self, request: Request) -> bool:
+        """Whether trying again would fail as it did last time. Looking up a long prompt and letting
+        it go again takes milliseconds, so that is not done in every step."""
+        last, now = self._last_refusal, self._refusal(request)
+        return (
+            last is not None
+            and last.request is request
+            and 0 < last.num_running <= now.num_running
+            and now.num_free_full <= last.num_free_full
+            and now.num_free_sliding <= last.num_free_sliding
+        )
+
+    def _refusal(self, request: Request) -> "_Refusal":
+        full, sliding = self.blocks.full_pool, self.blocks.sliding_pool
+        return _Refusal(request, len(self.running), full.num_free, sliding.num_free)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """How many of a request's tokens run in a step with this budget left."""

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from musespark.errors import RequestError
 
+# Of logit_bias and of stop_token_ids: every step goes through them.
+_MAX_ENTRIES = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -83,6 +86,9 @@ class SamplingParams:
         _require(0 < repetition < float("inf"), "repetition_penalty", repetition, "above 0")
         for token_id, bias in dict(self.logit_bias).items():
             _require(-100 <= bias <= 100, f"logit_bias[{token_id}]", bias, "between -100 and 100")
+        for name in ("logit_bias", "stop_token_ids"):
+            count = len(getattr(self, name))
+            _require(count <= _MAX_ENTRIES, f"entries of {name}", count, f"at most {_MAX_ENTRIES}")
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:

@@ -84,39 +84,41 @@ class Sampler:
             index = self._tensor(np.array(rows))
             logits[index] = penalize(logits[index], *counts, *numbers)
         if rows := np.flatnonzero(needs & Needs.BIAS).tolist():
-            self._add_bias(logits, requests, rows)
+            self._add_bias(logits, slots, rows)
         if rows := np.flatnonzero(needs & Needs.MIN_TOKENS).tolist():
             # A grammar that allows nothing but the end has the last word.
             constrained = set() if forbidden is None else set(forbidden[0])
-            self._hold_back_end(logits, requests, [row for row in rows if row not in constrained])
+            free = [row for row in rows if row not in constrained]
+            self._hold_back_end(logits, requests, slots, free)
         if forbidden is not None:
             index = self._tensor(np.array(forbidden[0]))
             logits[index] = logits[index].masked_fill_(forbidden[1], -torch.inf)
         return logits
 
-    def _add_bias(self, logits: Tensor, requests: Sequence[Request], rows: list[int]) -> None:
-        index, token_ids, bias = list[int](), list[int](), list[float]()
-        for row in rows:
-            for token_id, value in dict(requests[row].params.logit_bias).items():
-                index.append(row)
-                token_ids.append(token_id)
-                bias.append(value)
-        where = self._tensor(np.array([index, token_ids])).unbind(0)
-        values = self._tensor(np.array(bias, dtype=np.float32)).to(logits.dtype)
-        logits.index_put_(where, values, accumulate=True)
+    def _add_bias(self, logits: Tensor, slots: np.ndarray, rows: list[int]) -> None:
+        biased = [self._table.biased[slot] for slot in slots[rows]]
+        counts = [len(token_ids) for token_ids, _ in biased]
+        index = self._tensor(np.repeat(rows, counts))
+        token_ids = self._tensor(np.concatenate([token_ids for token_ids, _ in biased]))
+        values = self._tensor(np.concatenate([values for _, values in biased]))
+        logits.index_put_((index, token_ids), values.to(logits.dtype), accumulate=True)
 
-    def _hold_back_end(self, logits: Tensor, requests: Sequence[Request], rows: list[int]) -> None:
+    def _hold_back_end(
+        self, logits: Tensor, requests: Sequence[Request], slots: np.ndarray, rows: list[int]
+    ) -> None:
         """No end token for rows whose output is too short yet."""
-        ends = [
-            (row, token_id)
+        rows = [
+            row
             for row in rows
             if len(requests[row].output_token_ids) < requests[row].params.min_tokens
-            for token_id in requests[row].end_token_ids
-            if token_id < logits.shape[1]
         ]
-        if ends:
-            index = self._tensor(np.array(ends))
-            logits[index[:, 0], index[:, 1]] = -torch.inf
+        if not rows:
+            return
+        # The model's own end tokens may lie beyond a vocabulary that was cut down.
+        ends = [self._table.ends[slot] for slot in slots[rows]]
+        ends = [token_ids[token_ids < logits.shape[1]] for token_ids in ends]
+        index = self._tensor(np.repeat(rows, [len(token_ids) for token_ids in ends]))
+        logits[index, self._tensor(np.concatenate(ends))] = -torch.inf
 
     def _sample_random(
         self,

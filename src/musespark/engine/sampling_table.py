@@ -18,6 +18,9 @@ from musespark.engine.request import Request
 _GREEDY_BELOW = 1e-5
 
 
+_NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+
+
 class Needs(IntFlag):
     """What a request's sampling involves beyond the most likely token."""
 
@@ -38,6 +41,10 @@ class SamplingTable:
         """temperature, top_p, min_p, presence, frequency and repetition penalty."""
         self.top_k = np.zeros(num_slots, dtype=np.int64)
         self.keys = np.zeros(num_slots, dtype=np.uint64)
+        self.biased: list[tuple[np.ndarray, np.ndarray]] = [_NOTHING] * num_slots
+        """Token ids int64 and what is added to their logits, float32."""
+        self.ends: list[np.ndarray] = [_NOTHING[0]] * num_slots
+        """End tokens, int64, where they may have to wait for `min_tokens`."""
         self._owners: list[Request | None] = [None] * num_slots
 
     def load(self, requests: Sequence[Request]) -> np.ndarray:
@@ -62,6 +69,11 @@ class SamplingTable:
             params.repetition_penalty,
         )
         self.top_k[slot] = params.top_k
+        if params.logit_bias:
+            token_ids, values = zip(*dict(params.logit_bias).items(), strict=True)
+            self.biased[slot] = np.array(token_ids), np.array(values, dtype=np.float32)
+        if params.min_tokens:
+            self.ends[slot] = np.array(sorted(request.end_token_ids), dtype=np.int64)
         if request.random_key is None:
             seed = secrets.randbits(63) if params.seed is None else params.seed
             request.random_key = random_key(seed, request.index)

@@ -113,7 +113,8 @@ class EngineStats:
     step_seconds: float = 0.0
     """Time spent in steps, all together; its growth per second is how busy the engine is."""
     schedule_seconds: float = 0.0
-    """The share of it that went to scheduling, building inputs and bookkeeping."""
+    """The share of it that went to scheduling, building inputs and bookkeeping, and not to the
+    model and to sampling."""
 
 
 class OutputStream(Protocol):

@@ -99,7 +99,7 @@ class Engine:
         self._next_id = 0
         self._finished: Counter[str] = Counter()
         self._num_prompt_tokens = self._num_new_tokens = self._num_steps = 0
-        self._step_seconds = self._forward_seconds = 0.0
+        self._step_seconds = self._model_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -187,10 +187,15 @@ class Engine:
         # Sequences with a single new token attend together, so they must be first.
         schedule.sort(key=lambda item: item[1] > 1)
         batch = self._inputs.build(schedule)
-        forward = time.perf_counter()
+        built = time.perf_counter()
         logits = self._runner.run(batch)
-        self._forward_seconds += time.perf_counter() - forward
-        results = self._sample_and_commit(schedule, logits)
+        sampling = [item for item in schedule if item.samples]
+        if any(wants_prompt_logprobs(item.request) for item in schedule):
+            logits = take_prompt_logprobs(schedule, logits)
+        sampled = self._sample(logits, [item.request for item in sampling])
+        # Only now is it known that a GPU has finished: the sampled tokens are here.
+        self._model_seconds += time.perf_counter() - built
+        results = self._commit_all(schedule, sampling, sampled)
         self._num_steps += 1
         self._step_seconds += time.perf_counter() - started
         return results
@@ -212,27 +217,21 @@ class Engine:
             finished=dict(self._finished),
             steps=self._num_steps,
             step_seconds=self._step_seconds,
-            schedule_seconds=self._step_seconds - self._forward_seconds,
+            schedule_seconds=self._step_seconds - self._model_seconds,
         )
 
-    def _sample_and_commit(
-        self, schedule: list[ScheduledRequest], logits: Tensor
+    def _commit_all(
+        self,
+        schedule: list[ScheduledRequest],
+        sampling: list[ScheduledRequest],
+        sampled: SampledTokens,
     ) -> list[NewToken]:
-        sampling = [item for item in schedule if item.samples]
-        if any(wants_prompt_logprobs(item.request) for item in schedule):
-            logits = take_prompt_logprobs(schedule, logits)
-        requests = [item.request for item in sampling]
-        sampled = self._sample(logits, requests)
-        commit = self.scheduler.commit
         if len(sampling) < len(schedule):
             for item in schedule:
                 if not item.samples:
-                    commit(item, None)
-        results = []
-        for item, token_id, logprobs in zip(
-            sampling, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            results.append(self._commit(item, token_id, logprobs))
+                    self.scheduler.commit(item, None)
+        tokens = zip(sampling, sampled.token_ids, sampled.logprobs, strict=True)
+        results = [self._commit(item, token_id, logprobs) for item, token_id, logprobs in tokens]
         self._num_new_tokens += len(results)
         return results
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from musespark.ops.bf16_grouped_gemm_hopper import TILINGS as BF16_TILINGS
 from musespark.ops.bf16_grouped_gemm_hopper import BF16Tiling, HopperBF16Experts
 from musespark.ops.nvfp4 import dequantize
-from musespark.ops.nvfp4_hopper.experts import TILINGS, HopperNVFP4Experts, Tiling, choose_tiling
+from musespark.ops.nvfp4_hopper.experts import HopperNVFP4Experts, Tiling, choose_tiling
 
 E, H, I, K = 256, 4096, 4096, 8  # noqa: E741
 CASES = [(t, "uniform") for t in (1, 4, 16, 64, 256, 1024, 4096)] + [
-    (t, "zipf") for t in (64, 256, 1024, 4096)
+    (t, "zipf") for t in (1024, 4096)
 ]
 TARGETS = {
     **dict(zip(CASES, (64, 215, 705, 1475, 1725, 2150, 5200), strict=False)),
@@ -37,50 +37,34 @@ TARGETS = {
 ROTATIONS = {1: 8, 4: 4, 16: 2}
 NARROW, WIDE = ((16,), (0,)), ((16, 32, 32), (0, 0, 16))
 LARGE, CLASSES = ((128, 128), (0, 32)), ((32, 64, 128, 128), (0, 0, 0, 32))
+FEW_TOKENS = [
+    Tiling(4, 2, *NARROW, stages=3, unroll=2),
+    Tiling(4, 2, *NARROW, stages=3, settle=True),
+    Tiling(4, 2, *NARROW, stages=4, settle=True),
+    Tiling(4, 2, *NARROW, stages=5, settle=True),
+]
+ONE_GROUP = [
+    Tiling(4, 1, *NARROW, stages=3, unroll=2),
+    Tiling(4, 1, *NARROW, stages=4, settle=True),
+]
 VARIANTS = {
-    1: [
-        Tiling(4, 1, *NARROW, stages=3, unroll=2),
-        Tiling(4, 1, *NARROW, stages=3, unroll=2, prefetch=512),
-        Tiling(4, 1, *NARROW, stages=4, settle=True),
-        Tiling(4, 1, *NARROW, stages=4, settle=True, prefetch=512),
-        Tiling(4, 2, *NARROW, stages=4, settle=True),
-        Tiling(4, 2, *NARROW, stages=4, settle=True, prefetch=512),
-        Tiling(4, 2, *NARROW, stages=5, settle=True, prefetch=512),
-        Tiling(4, 2, *NARROW, stages=3, unroll=2, prefetch=512),
-    ],
-    16: [
-        Tiling(4, 2, *NARROW, stages=3, unroll=2),
-        Tiling(4, 2, *NARROW, stages=3, settle=True),
-        Tiling(4, 2, *NARROW, stages=4, settle=True),
-        Tiling(4, 2, *NARROW, stages=4, settle=True, prefetch=512),
-        Tiling(4, 2, *NARROW, stages=5, settle=True),
-        Tiling(4, 1, *NARROW, stages=4, settle=True),
-        Tiling(8, 2, *NARROW, stages=4, settle=True),
-    ],
-    256: [
-        Tiling(4, 2, (16, 16), (0, 16), stages=3, unroll=2),
-        Tiling(4, 2, (16, 16), (0, 16), stages=4, settle=True),
-    ],
+    1: [*ONE_GROUP, *FEW_TOKENS],
+    4: [*ONE_GROUP, *FEW_TOKENS],
+    16: FEW_TOKENS,
+    64: FEW_TOKENS,
+    256: [*FEW_TOKENS, Tiling(4, 2, (16, 16), (0, 16), stages=4, settle=True)],
     1024: [
         Tiling(4, 2, *WIDE, stages=3),
         Tiling(4, 2, *WIDE, stages=3, settle=True),
         Tiling(8, 2, *WIDE, stages=3, settle=True),
         Tiling(8, 2, *WIDE, stages=4, settle=True),
-        Tiling(8, 1, *WIDE, stages=3, settle=True),
-        Tiling(8, 2, (16, 32, 64), (0, 0, 0), stages=3, settle=True),
     ],
     4096: [
         Tiling(8, 2, *LARGE, stages=4),
         Tiling(8, 2, *LARGE, stages=4, settle=True),
-        Tiling(8, 2, *CLASSES, stages=4),
         Tiling(8, 2, *CLASSES, stages=4, settle=True),
-        Tiling(8, 2, (64, 128, 128, 128), (0, 0, 16, 32), stages=4, settle=True),
-        Tiling(4, 2, (64, 128), (0, 0), stages=3, settle=True),
     ],
 }
-VARIANTS[4] = VARIANTS[16] + VARIANTS[1][3:4]
-VARIANTS[64] = VARIANTS[16][:5]
-VARIANTS[256] = VARIANTS[16][:5] + VARIANTS[16][6:] + VARIANTS[256]
 
 
 def variants_of(tokens: int) -> list[Tiling]:
@@ -245,11 +229,13 @@ def short(tiling: Tiling | BF16Tiling) -> str:
     return ",".join(f"{key}={value}" for key, value in asdict(tiling).items()).replace(" ", "")
 
 
-def compile_share(index: int, count: int, with_variants: bool) -> None:
+def compile_share(index: int, count: int, with_variants: bool, cases, with_bf16: bool) -> None:
     """Compile every count-th kernel into Triton's cache, on experts of the same widths."""
-    tilings: list[Tiling | BF16Tiling] = [t for _, t in TILINGS] + [t for _, t in BF16_TILINGS]
-    if with_variants:
-        tilings = [t for some in VARIANTS.values() for t in some] + tilings
+    tilings: list[Tiling | BF16Tiling] = []
+    for tokens, _ in cases:
+        tilings += variants_of(tokens) if with_variants else [choose_tiling(tokens * K, E)]
+    if with_bf16:
+        tilings += [tiling for _, tiling in BF16_TILINGS]
     x = torch.randn(1, H, device="cuda").bfloat16()
     ids = torch.arange(K, device="cuda")[None]
     for tiling in list(dict.fromkeys(tilings))[index::count]:
@@ -276,15 +262,15 @@ def main() -> None:
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    cases = [case for t in args.tokens for case in CASES if case[0] == t] if args.tokens else CASES
     if args.compile is not None:
-        compile_share(args.compile, args.workers, args.variants)
+        compile_share(args.compile, args.workers, args.variants, cases, not args.skip_bf16)
         return
     start = time.perf_counter()
     command = [sys.executable, __file__, *sys.argv[1:], "--compile"]
     workers = [subprocess.Popen([*command, str(i)]) for i in range(args.workers)]
     codes = [worker.wait() for worker in workers]
     print(f"compiled in {time.perf_counter() - start:.1f} s, exit codes {codes}", flush=True)
-    cases = [case for case in CASES if not args.tokens or case[0] in args.tokens]
     report = {"device": torch.cuda.get_device_name(), "ceilings": ceilings()}
     print(report, flush=True)
     report["nvfp4"] = nvfp4(args.variants, cases)

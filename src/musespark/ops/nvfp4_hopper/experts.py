@@ -35,9 +35,6 @@ class Tiling:
     """Steps written out in the loop's body."""
     settle: bool = False
     """Whether each step waits for its products: fewer registers, so more programs side by side."""
-    prefetch: int = 0
-    """Bytes a lane of the second product's weights that come into L2 before their input is ready;
-    a multiple of 16."""
 
     @property
     def capacity(self) -> int:
@@ -48,9 +45,9 @@ class Tiling:
 # (up to so many rows an expert on average, tiling); docs/nvfp4-hopper.md has the measurements.
 TILINGS = (
     (1 / 16, Tiling(4, 1, (16,), (0,), stages=3, unroll=2)),
-    (12, Tiling(4, 2, (16,), (0,), stages=3, unroll=2)),
-    (56, Tiling(4, 2, (16, 32, 32), (0, 0, 16), stages=3, unroll=1)),
-    (float("inf"), Tiling(8, 2, (32, 64, 128, 128), (0, 0, 0, 32), stages=4, unroll=1)),
+    (12, Tiling(4, 2, (16,), (0,), stages=4, settle=True)),
+    (56, Tiling(8, 2, (16, 32, 32), (0, 0, 16), stages=3, settle=True)),
+    (float("inf"), Tiling(8, 2, (32, 64, 128, 128), (0, 0, 0, 32), stages=4)),
 )
 
 
@@ -141,8 +138,7 @@ class HopperNVFP4Experts:
             self._gate_up, self._gate_up_scales, self._gate_up_factors,
             self._down, self._down_scales, self._down_factors, ids.shape[1],
             self.width, self.inner, tiling.warps, groups, down_groups,
-            tiling.mains, tiling.tails, tiling.stages, tiling.unroll, tiling.settle,
-            tiling.prefetch, IS_INTERPRETED,
+            tiling.mains, tiling.tails, tiling.stages, tiling.unroll, tiling.settle, IS_INTERPRETED,
             num_warps=tiling.warps,
         )  # fmt: skip
         return rows, work.route_index

@@ -112,16 +112,6 @@ def _settle(acc):
 
 
 @triton.jit
-def _prefetch(address, BYTES: tl.constexpr):
-    """Bring BYTES from each address into L2."""
-    size = tl.full(address.shape, BYTES, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
-        tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _dot(weights, tokens, acc, EMULATE: tl.constexpr):
     if EMULATE:  # the interpreter multiplies the bits of bfloat16
         acc = tl.dot(weights.to(tl.float32), tokens.to(tl.float32), acc)
@@ -252,8 +242,7 @@ def nvfp4_experts_kernel(
     WIDTH: tl.constexpr, INNER: tl.constexpr,
     WARPS: tl.constexpr, GROUPS: tl.constexpr, DOWN_GROUPS: tl.constexpr,
     MAINS: tl.constexpr, TAILS: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr, SETTLE: tl.constexpr, PREFETCH: tl.constexpr,
-    EMULATE: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, SETTLE: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One item of the work list; see the top of this file, and `Tiling` for the constants.
 
@@ -287,13 +276,6 @@ def nvfp4_experts_kernel(
                     )  # fmt: skip
             finish_strip(record)
         else:
-            if PREFETCH > 0 and not EMULATE:
-                LANES: tl.constexpr = 32 * WARPS // DOWN_GROUPS
-                STEPS: tl.constexpr = INNER // _K
-                lane = tl.arange(0, 32 * WARPS)
-                row = strip * DOWN_GROUPS + lane // LANES  # in heights
-                tile = (expert.to(tl.int64) * WIDTH + row * (16 * WARPS)) // _ROWS * STEPS
-                _prefetch(down + tile * _WORDS + lane % LANES * (PREFETCH // 4), PREFETCH)
             wait_for_strips(record, UP_STRIPS)
             down_scale = tl.load(down_factors + expert)
             for c in tl.static_range(len(MAINS)):

@@ -21,6 +21,8 @@ Gate and up rows alternate in runs of eight, so that a lane holds both halves of
 rows are ordered so that the first product's output is the second one's permuted input.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -117,17 +119,21 @@ def pack_expert(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     signs = (scales >> 7).repeat_interleave(GROUP_SIZE, 1) << 3  # a scale's sign moves to codes
     is_zero = (scales & 0x7F == 0).repeat_interleave(GROUP_SIZE, 1)
     codes = (codes ^ signs).masked_fill_(is_zero, 0)  # a zero scale has no widened form
-    # tile row, warp, row half, row, tile column, column half, group, pair j, half e
-    split = codes.view(grid[0], 4, 2, 8, grid[1], 2, 4, 8, 2)
-    words = torch.zeros((2, *split.shape[:7]), dtype=torch.int32, device=codes.device)
-    for (pair, half, code_bit), (word, bit) in bit_places().items():
-        words[word] |= (split[..., pair, half] >> code_bit & 1).to(torch.int32) << bit
-    # word, tile row, warp, row half, row, tile column, column half, group ->
+    # tile row, warp, row half, row, tile column, column half, group, code of the group
+    split = codes.view(grid[0], 4, 2, 8, grid[1], 2, 4, GROUP_SIZE).to(torch.int32)
+    patterns = _code_patterns(codes.device)
+    words = patterns[0][split[..., 0]]
+    for place in range(1, GROUP_SIZE):
+        words |= patterns[place][split[..., place]]
+    words = words.view(torch.int32).view(*words.shape, 2)  # both words of a group
+    # tile row, warp, row half, row, tile column, column half, group, word ->
     # tile row, tile column, column half, warp, (row, group) = lane, row half, word
-    words = words.permute(1, 5, 6, 2, 4, 7, 3, 0).reshape(*grid, TILE_WORDS)
+    words = words.permute(0, 4, 5, 1, 3, 6, 2, 7).reshape(*grid, TILE_WORDS)
     # tile row, warp, row half, row, tile column, column half, group ->
     # tile row, tile column, warp, lane, (row half, column half) = byte of a word
-    blocks = _recode_scales(scales).view(grid[0], 4, 2, 8, grid[1], 2, 4)
+    blocks = _scale_codes(scales.device)[(scales & 0x7F).int()].view(
+        grid[0], 4, 2, 8, grid[1], 2, 4
+    )
     blocks = blocks.permute(0, 4, 1, 3, 6, 2, 5).reshape(*grid, -1)
     return words, blocks.view(torch.int32)
 
@@ -148,8 +154,19 @@ def bit_places() -> dict[tuple[int, int, int], tuple[int, int]]:
     return places
 
 
-def _recode_scales(scales: Tensor) -> Tensor:
-    """e4m3 codes -> codes with five exponent bits and no subnormals; signs are dropped."""
+@lru_cache(maxsize=8)
+def _code_patterns(device: torch.device) -> Tensor:
+    """[16, 16] int64: the bits, in both words, of each code at each place of its group."""
+    table = torch.zeros((GROUP_SIZE, 16), dtype=torch.int64)
+    codes = torch.arange(16)
+    for (pair, half, code_bit), (word, bit) in bit_places().items():
+        table[2 * pair + half] |= (codes >> code_bit & 1) << (32 * word + bit)
+    return table.to(device)
+
+
+@lru_cache(maxsize=8)
+def _scale_codes(device: torch.device) -> Tensor:
+    """[128] uint8: e4m3 codes as codes with five exponent bits and no subnormals, without sign."""
     table = torch.zeros(128, dtype=torch.uint8)
     for code in range(1, _E4M3_NAN):
         exponent, fraction = (code >> 3) - 7, code & 7
@@ -158,4 +175,4 @@ def _recode_scales(scales: Tensor) -> Tensor:
             exponent, fraction = shift - 9, (fraction << (3 - shift)) & 7
         table[code] = (exponent + _SCALE_EXPONENT_OFFSET) << 3 | fraction
     table[_E4M3_NAN] = _SCALE_NAN
-    return table.to(scales.device)[(scales & 0x7F).int()]
+    return table.to(device)

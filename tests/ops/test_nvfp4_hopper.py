@@ -6,6 +6,7 @@ from tests.ops.accuracy import BF16, F64, randn, seeded
 
 from musespark.ops.nvfp4 import dequantize, pack_codes
 from musespark.ops.nvfp4_hopper import HopperNVFP4Experts, Tiling, permuted_columns
+from musespark.ops.nvfp4_hopper.kernel import permuted_position
 from musespark.ops.nvfp4_hopper.layout import (
     K_BLOCK,
     MERGE_MASK,
@@ -19,7 +20,7 @@ from musespark.ops.nvfp4_hopper.layout import (
     pack_in_place,
 )
 from musespark.ops.nvfp4_hopper.work_list import build_work_list, max_tiles
-from musespark.ops.triton_import import HAS_TRITON, IS_INTERPRETED
+from musespark.ops.triton_import import HAS_TRITON, IS_INTERPRETED, tl, triton
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -219,6 +220,26 @@ def test_experts(name, tokens, width, inner, first, here):
     assert torch.equal(index.flatten().cpu() >= 0, is_here)
     assert rows.dtype == BF16
     assert relative_error(rows.cpu()[is_here], expected[is_here]) < TOLERANCE
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_permuted(out, SIZE: tl.constexpr):
+    column = tl.arange(0, SIZE)
+    tl.store(out + permuted_position(column), column)
+
+
+@needs_kernels
+def test_a_kernel_can_write_the_permuted_input_itself():
+    out = torch.zeros(2 * K_BLOCK, dtype=torch.int32, device=DEVICE)
+    _write_permuted[(1,)](out, 2 * K_BLOCK)
+    assert torch.equal(out.cpu().long(), permuted_columns(2 * K_BLOCK))
+    experts = HopperNVFP4Experts(*(w.to(DEVICE) for w in random_experts(EXPERTS, 256, 128)))
+    x, ids = randn(4, 256, dtype=BF16, seed=5), random_ids(4)
+    is_here = ids.flatten() >= 0
+    plain, _ = experts(x.to(DEVICE), ids.to(DEVICE))
+    x = x[:, permuted_columns(256)]
+    rows, _ = experts(x.to(DEVICE), ids.to(DEVICE), is_permuted=True)
+    assert torch.equal(rows[is_here], plain[is_here])
 
 
 @needs_kernels

@@ -100,7 +100,10 @@ def attention_decode(
     return out.flatten(1, 2)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "key_start_ptr", "seq_lens_ptr"],
+)
 def _decode_kernel(
     query_ptr,
     key_ptr,
@@ -181,7 +184,7 @@ def _decode_kernel(
         tl.store(part_sums_ptr + part * 2 + 1, total, row < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"])
 def _combine_kernel(
     part_out_ptr,
     part_sums_ptr,

@@ -173,7 +173,15 @@ def attention_tile(
     return top, total, out
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_sequence", "num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "table_ptr",
+        "query_start_ptr",
+        "key_start_ptr",
+        "seq_lens_ptr",
+    ],
+)
 def _prefill_kernel(
     query_ptr,
     key_ptr,
@@ -340,7 +348,7 @@ def attention_prefill_triton(
         BLOCK_T=block_t,
         BLOCK_S=32 if in_float32 else _BLOCK_S,
         IN_FLOAT32=in_float32,
-        num_warps=4,
+        num_warps=4 if head_dim <= 64 else 8,
         num_stages=2,
     )
     return out

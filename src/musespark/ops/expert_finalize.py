@@ -93,7 +93,7 @@ def _norm(rows: Tensor, gain: Tensor, eps: float, variance_size: int | None) -> 
     return scaled * torch.rsqrt(mean_square + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _finalize_kernel(
     rows_ptr,
     weights_ptr,

@@ -66,7 +66,7 @@ def _local_experts(ids_ptr, route, num_routes, first_expert, NUM_EXPERTS: tl.con
     return tl.where(here, local, NUM_EXPERTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes"])
 def _count_kernel(
     ids_ptr,
     counts_ptr,
@@ -83,7 +83,7 @@ def _count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "num_blocks"])
 def _place_kernel(
     ids_ptr,
     counts_ptr,
@@ -98,6 +98,7 @@ def _place_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
     """A route's row: the expert's first row, its routes of earlier programs, and those before it.
@@ -127,9 +128,12 @@ def _place_kernel(
         tl.store(group_ends_ptr + experts, ends, experts < NUM_EXPERTS)
     first_rows = ends - totals + earlier
     # How many earlier routes of this program have the same expert.
-    position = tl.arange(0, BLOCK)
-    same = expert[:, None] == expert[None, :]
-    rank = tl.sum((same & (position[None, :] < position[:, None])).to(tl.int32), axis=1)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, BLOCK, COLUMNS):
+        other_route = block * BLOCK + start + tl.arange(0, COLUMNS)
+        other = _local_experts(ids_ptr, other_route, num_routes, first_expert, NUM_EXPERTS)
+        same = (other[None, :] == expert[:, None]) & (other_route[None, :] < route[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
     row = tl.gather(first_rows, expert, axis=0) + rank
     here = expert < NUM_EXPERTS
     inside = route < num_routes
@@ -175,6 +179,7 @@ def group_by_expert_triton(
         BLOCK_E=block_e,
         BLOCK=_BLOCK if num_blocks > 1 else max(16, next_power_of_2(num_routes)),
         ROWS=16,
+        COLUMNS=16,
         ONE_BLOCK=num_blocks == 1,
         num_warps=8,
     )

@@ -88,7 +88,7 @@ def _normed_halves(heads_ptr, half, inside, eps, dtype: tl.constexpr, HALF: tl.c
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_ptr"])
 def _qk_norm_rope_write_kernel(
     qkv_ptr,
     cos_ptr,

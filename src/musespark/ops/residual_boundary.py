@@ -84,7 +84,7 @@ def residual_boundary(
     return rms_norm(stream, pre_gain, pre_eps, out_dtype=branch.dtype), stream
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _boundary_kernel(
     stream_ptr,
     branch_ptr,
@@ -157,6 +157,7 @@ def _launch_boundary(
     assert branch.stride(1) == 1
     block = next_power_of_2(width)
     programs = num_multiprocessors(stream.device)
+    is_pipelined = num_rows > programs
     _boundary_kernel[(min(num_rows, programs),)](
         stream,
         branch,
@@ -176,8 +177,10 @@ def _launch_boundary(
         HAS_PRE_NORM=normed is not None,
         HAS_WIDE_NORMED=wide_normed is not None,
         BLOCK=block,
-        STAGES=1 if num_rows <= programs else 3,
-        num_warps=row_warps(block),
+        STAGES=3 if is_pipelined else 1,
+        # A single row is done sooner by more threads; a stream of rows by fewer, at a barrier less
+        # busy: 56 us against 67 us for 2048 rows of 8192 on an H200.
+        num_warps=min(16, row_warps(block)) if is_pipelined else row_warps(block),
     )
     return new_stream
 

@@ -67,7 +67,7 @@ def route(
     return route_topk(logits, bias, top_k, scale, scoring=scoring, padding=padding)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     parts_ptr,
     bias_ptr,
@@ -178,6 +178,6 @@ def route_triton(
     padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route` as two kernels."""
-    parts = router_gemm_triton(x, weight) if x.dtype == torch.bfloat16 else router_gemm(x, weight)
-    parts = parts.view(-1, *parts.shape[-2:])
+    is_bfloat16 = x.dtype == torch.bfloat16
+    parts = router_gemm_triton(x, weight) if is_bfloat16 else router_gemm(x, weight)[None]
     return route_topk_triton(parts, bias, top_k, scale, scoring=scoring, padding=padding)

@@ -26,7 +26,7 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(weight.dtype), weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _router_gemm_kernel(
     x_ptr,
     weight_ptr,

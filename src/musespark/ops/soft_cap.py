@@ -34,7 +34,7 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _soft_cap_kernel(x_ptr, size, factor, cap, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, place < size, other=0.0)

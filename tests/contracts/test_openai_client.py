@@ -142,6 +142,40 @@ def test_json_schema(client: OpenAI) -> None:
     assert isinstance(found["sure"], bool)
 
 
+def test_tools_with_the_real_model(client: OpenAI) -> None:
+    weather = {
+        "name": "weather.get",
+        "description": "Get the weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    tools = [{"type": "function", "function": weather}, *BOTH]
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
+    (choice,) = ask(client, messages=question, tools=tools).choices
+    assert choice.finish_reason == "tool_calls"
+    (made,) = choice.message.tool_calls
+    assert made.function.name == "weather.get"
+    assert json.loads(made.function.arguments) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": made.id, "content": "21 C, sunny"}
+    final = ask(client, messages=[*question, choice.message, result], tools=tools).choices[0]
+    assert final.finish_reason == "stop"
+    assert "21" in final.message.content
+
+
+@pytest.mark.parametrize(
+    "tool_choice", ["required", {"type": "function", "function": {"name": "say"}}]
+)
+def test_a_call_can_be_demanded(client: OpenAI, tool_choice: Any) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    (choice,) = ask(client, messages=hello, tools=BOTH, tool_choice=tool_choice).choices
+    assert not choice.message.content
+    made = [one.function.name for one in choice.message.tool_calls or []]
+    # The call is opened for the model; its arguments are its own, and may not be of their type.
+    broken = (choice.message.model_extra or {}).get("broken_tool_calls", [])
+    made += [one["recipient"] for one in broken]
+    assert made
+    assert set(made) <= ({"say"} if isinstance(tool_choice, dict) else {"add", "say"})
+
+
 class Parity(pydantic.BaseModel):
     parity: Literal["even", "odd"]
 

@@ -124,6 +124,24 @@ def test_a_conversation(browser: webdriver.Chrome) -> None:
         assert "first token after" in stats
         keep(browser, "answer")
 
+        find(browser, "#new").click()
+        assert find(browser, "#welcome").is_displayed()
+        assert not browser.find_elements(By.CSS_SELECTOR, ".assistant")
+        check_nothing_from_outside(browser, server.url)
+
+
+@needs_browser
+def test_a_tool_call_and_its_result(browser: webdriver.Chrome) -> None:
+    with live(script, engine={"delay": 0.002}) as (server, _client):
+        shape(browser, 1100, 800)
+        browser.get(server.url)
+        ask(browser, "hello")
+        wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, ".answer"))
+        wait(browser, lambda: is_idle(browser))
+        find(browser, "#settings-button").click()
+        find(browser, "#tools-example").click()
+        find(browser, "#settings-button").click()
+        find(browser, "#input").clear()
         ask(browser, "use a tool")
         field = find(browser, ".call input")
         assert '"a": 1' in find(browser, ".call pre").text
@@ -137,11 +155,8 @@ def test_a_conversation(browser: webdriver.Chrome) -> None:
         assert '<tool_output name="add">\n3' in prompt
         # Past reasoning stays behind.
         assert "carefully now" not in prompt
-
-        find(browser, "#new").click()
-        assert find(browser, "#welcome").is_displayed()
-        assert not browser.find_elements(By.CSS_SELECTOR, ".assistant")
-        check_nothing_from_outside(browser, server.url)
+        assert "weather.get" in prompt
+        browser.execute_script("localStorage.clear()")
 
 
 def check_nothing_from_outside(browser: webdriver.Chrome, url: str) -> None:

@@ -9,6 +9,17 @@ const input = $("input");
 
 const EXAMPLES = ["What is 347 + 86?", "Sort these numbers: 45, 12, 78, 30", "Reverse the word planet"];
 
+const TOOLS = [
+  {
+    type: "function",
+    function: {
+      name: "weather.get",
+      description: "Get the weather in a city.",
+      parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+    },
+  },
+];
+
 let messages = [];
 let running = null; // the AbortController of the answer being written
 
@@ -349,6 +360,13 @@ $("key").addEventListener("change", () => {
 $("settings-button").addEventListener("click", () => {
   $("settings").hidden = !$("settings").hidden;
   $("settings-button").setAttribute("aria-expanded", String(!$("settings").hidden));
+});
+
+$("tools-example").addEventListener("click", () => {
+  $("tools").value = JSON.stringify(TOOLS, null, 1);
+  $("tools").dispatchEvent(new Event("change"));
+  if (!input.value) input.value = "What is the weather in Paris?";
+  update();
 });
 
 const themes = matchMedia("(prefers-color-scheme: dark)");

@@ -11,6 +11,7 @@ from musespark.moe.experts.build import build_experts
 from musespark.moe.finalize import Finalizer
 from musespark.moe.router import Router
 from musespark.moe.runner import MoERunner
+from musespark.ops.side_by_side import MAX_TOKENS, in_turn, side_by_side
 
 
 class CompressedMoE(nn.Module):
@@ -41,10 +42,14 @@ class CompressedMoE(nn.Module):
             config, layer_index, dtype=dtype, device=device, backend=backend
         )
         self.post_expert_proj = Linear(width, hidden, dtype=dtype, device=device)
+        self._side_by_side = side_by_side(device)
         self._run_experts = MoERunner(self.experts, Finalizer(self.experts.post_expert_norm))
 
     def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Tensor:
         """[T, D] -> [T, D]; rows where `padding` [T] is True reach no expert."""
-        routing = self.gate(hidden_states, padding)
-        pooled = self.pre_expert_norm(self.pre_expert_proj(hidden_states))  # [T, H]
+        together = self._side_by_side if hidden_states.shape[0] <= MAX_TOKENS else in_turn
+        routing, pooled = together(
+            lambda: self.gate(hidden_states, padding),
+            lambda: self.pre_expert_norm(self.pre_expert_proj(hidden_states)),  # [T, H]
+        )
         return self.post_expert_proj(self._run_experts(pooled, routing))

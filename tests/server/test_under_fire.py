@@ -14,6 +14,7 @@ from tests.server.live import PATIENCE, LiveServer, answer, eventually, fresh, s
 
 from musespark.engine.client import EngineRequest, EngineState
 from musespark.errors import CapacityError
+from musespark.server import stream
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -103,6 +104,17 @@ def test_a_reader_that_takes_nothing_holds_up_nobody_and_is_cut_off() -> None:
             metrics = "musespark_clients_gone_total 1.0"
             assert eventually(lambda: metrics in client.get("/metrics").text)
         assert server.engine.num_running == 0
+
+
+def test_a_stream_that_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "PING_SECONDS", 0.1)
+    with fresh(answer("x"), engine={"delay": 0.5}) as (server, client):
+        with client.stream("POST", CHAT, json={**STREAM, "max_tokens": 2}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert ": still there" in lines
+        assert lines[0].startswith("data: {")
+        assert lines[-1] == "data: [DONE]"
+        assert server.engine.aborted == []
 
 
 # --- crowds

@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
+# What clients skip. Proxies close connections on which nothing happens, often after a minute.
+PING = ": still there\n\n"
+PING_SECONDS = 15.0
 
 
 def event(text: str) -> str:
@@ -76,13 +79,15 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close, self._stall_seconds = events, close, stall_seconds
-        self._is_complete = False
+        self._is_complete = self._is_quiet = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        pinging = asyncio.create_task(self._ping(send))
         try:
             with contextlib.suppress(ClientGoneError):
                 await unless_gone(receive, self._write(send))
         finally:
+            await _end(pinging)
             await self._close(self._is_complete)
 
     async def _write(self, send: Send) -> None:
@@ -91,6 +96,7 @@ class EventStream(Response):
             async with contextlib.aclosing(self._events):
                 await send(start)
                 async for text in self._events:
+                    self._is_quiet = False
                     async with asyncio.timeout(self._stall_seconds):
                         await _send_body(send, text, more=True)
             self._is_complete = True
@@ -98,6 +104,14 @@ class EventStream(Response):
         except TimeoutError:
             # Returning in the middle of a response makes the web server close the connection.
             _log.warning("A reader took nothing for %g s and was cut off.", self._stall_seconds)
+
+    async def _ping(self, send: Send) -> None:
+        """Say something from time to time while the engine is silent."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if self._is_quiet:
+                await _send_body(send, PING, more=True)
+            self._is_quiet = True
 
 
 async def _send_body(send: Send, text: str, *, more: bool) -> None:

@@ -1,0 +1,1 @@
+"""Capacity on paper: what a model takes on given GPUs, from its config alone."""

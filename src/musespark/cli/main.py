@@ -9,6 +9,7 @@ from musespark.cli.chat import chat
 from musespark.cli.demo import demo
 from musespark.cli.evaluate import evaluate
 from musespark.cli.generate import generate
+from musespark.cli.inspect import inspect
 from musespark.cli.quantize import quantize
 from musespark.cli.serve import serve
 from musespark.errors import MuseSparkError
@@ -25,6 +26,7 @@ app.command()(chat)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(quantize)
+app.command()(inspect)
 app.command()(serve)
 
 

@@ -133,6 +133,8 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class Router(nn.Module):
     """p = sigmoid(z); the K largest of p + bias are chosen and weighted by p / sum(p)."""
 
+    e_score_correction_bias: Tensor
+
     def __init__(self, shape: Shape) -> None:
         """Start with router logits of unit size and no bias."""
         super().__init__()
@@ -267,6 +269,10 @@ class Decoder(nn.Module):
         self.norm = Weight(shape.hidden_size)
         nn.init.ones_(self.norm.weight)
         self.lm_head = Weight(shape.vocab_size, shape.hidden_size, std=0.02)
+
+    def routers(self) -> list[Router]:
+        """Every layer's router, in layer order."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def forward(
         self,

@@ -94,9 +94,9 @@ class Trainer:
     def _balance(self, load: Tensor, share: float) -> None:
         """Raise the bias of experts with less than the mean load, lower that of the others."""
         below = torch.sign(load.mean(-1, keepdim=True) - load)
-        for layer, direction in zip(self.model.layers, below, strict=True):
-            bias = layer.mlp.gate.e_score_correction_bias
-            bias.add_(direction, alpha=self.recipe.balance_rate * min(1.0, share))
+        rate = self.recipe.balance_rate * min(1.0, share)
+        for router, direction in zip(self.model.routers(), below, strict=True):
+            router.e_score_correction_bias.add_(direction, alpha=rate)
         self.load.lerp_(load / load.mean(-1, keepdim=True), 0.02 if self.step else 1.0)
 
     def save(self, path: Path) -> None:

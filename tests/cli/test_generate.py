@@ -96,6 +96,9 @@ def test_output_ends_before_a_stop_text():
         (["--prompt", "a", "--dtype", "int4"], "dtype: must be one of"),
         (["--prompt", "a", "--device", "tpu"], "device: must be"),
         (["--prompt", "a", "--max-model-len", "999999999"], "max_model_len"),
+        (["--prompt", "a", "--moe-backend", "w4a4"], "musespark quantize"),
+        (["--prompt", "a", "--moe-backend", "fast"], "moe_backend: must be one of"),
+        (["--prompt", "a", "--moe-backend", "all_to_all"], "expert_parallel"),
     ],
 )
 def test_our_errors_say_what_is_wrong(arguments, message):

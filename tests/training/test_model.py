@@ -130,7 +130,7 @@ def test_training_lowers_the_loss_moves_the_bias_and_resumes_exactly(tmp_path):
     whole = Trainer(recipe, torch.device("cpu"))
     losses = steps(whole, 6)
     assert losses[-1] < losses[0] - 0.5
-    bias = whole.model.layers[0].mlp.gate.e_score_correction_bias
+    bias = whole.model.routers()[0].e_score_correction_bias
     assert bias.abs().max() > 0
 
     first = Trainer(recipe, torch.device("cpu"))

@@ -26,7 +26,6 @@ class EngineConfig:
     """Tokens per block of the KV cache."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's free memory, after loading, that the KV cache may take."""
-
     kv_cache_dtype: str = "auto"
     """How keys and values are stored: auto (as the model computes), bf16, or fp8_e4m3 (half the
     memory of bf16, less exact)."""
@@ -35,6 +34,9 @@ class EngineConfig:
     batch_invariant: bool = False
     """Make a request's tokens the same bits whoever shares its batch, on one device. Sequences run
     one by one then, so a full batch takes as long as its sequences one after the other."""
+    moe_backend: str = "auto"
+    """What computes the experts: auto (the fastest for the checkpoint), reference (plain and slow),
+    or w4a4 (NVFP4 experts see NVFP4 activations, emulated)."""
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
 

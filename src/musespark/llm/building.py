@@ -44,7 +44,14 @@ def build_engine(
     folder = resolve_checkpoint(str(model), revision)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = load_decoder(model, device=device, dtype=dtype, revision=revision, progress=progress)
+    decoder = load_decoder(
+        model,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        moe_backend=config.moe_backend,
+        progress=progress,
+    )
     decoder.pack()
     plan = plan_kv_cache(decoder.config, config, decoder.dtype, free_memory(decoder.device))
     layout = CacheLayout(

@@ -1,6 +1,7 @@
 """From a model's name to a decoder in memory."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -9,8 +10,10 @@ from musespark.checkpoint.names import find_prefix
 from musespark.checkpoint.shards import CheckpointReader
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.model import DecoderConfig
+from musespark.config.parallel import MoEBackend, Parallelism
 from musespark.errors import ConfigError
 from musespark.model.decoder import Decoder
+from musespark.moe.deployment import validate_deployment
 from musespark.ops.linear import bfloat16_is_fast
 
 _DTYPES = {
@@ -26,6 +29,7 @@ def load_decoder(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
+    moe_backend: str = "auto",
     progress: Progress | None = None,
 ) -> Decoder:
     """Load a checkpoint's decoder, ready to run, with its weights still readable as parameters.
@@ -36,17 +40,25 @@ def load_decoder(
         dtype: compute dtype: "bfloat16", "float32" or "float64" (or torch's); None: bfloat16,
             or float32 on a CPU without bfloat16 products.
         revision: branch, tag or commit of a Hugging Face repository.
+        moe_backend: what computes the experts: "auto", "reference" or "w4a4".
         progress: told the bytes loaded so far and in all.
 
     Raises:
-        ConfigError: the config or an argument is unsupported.
+        ConfigError: the config or an argument is unsupported; no weight has been read then.
         CheckpointError: files are missing, damaged, or do not fit the config.
     """
+    parallelism = Parallelism(moe_backend=cast("MoEBackend", moe_backend))  # checked there
     folder = resolve_checkpoint(str(model), revision)
     device = _checked_device(device)
     config = DecoderConfig.from_folder(folder)
+    validate_deployment(config, parallelism)
     with CheckpointReader.open(folder) as reader:
-        decoder = Decoder(config, dtype=_checked_dtype(dtype, device), device=device)
+        decoder = Decoder(
+            config,
+            dtype=_checked_dtype(dtype, device),
+            device=device,
+            moe_backend=parallelism.moe_backend,
+        )
         slots = decoder.weight_slots(find_prefix(reader), reader.__contains__)
         load_weights(slots, reader, progress=progress)
     decoder.finish_loading()

@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -230,6 +231,8 @@ def main() -> None:
         "output_tokens": options.output_tokens,
         "seed": options.seed,
         "serve": options.serve,
+        "cpus": os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "date": time.strftime("%Y-%m-%d"),
     }
     print_table(figures, settings)

@@ -3,6 +3,7 @@
     python benchmarks/h200.py --output results.json            # all
     python benchmarks/h200.py --only boundary finalize         # some operations
     python benchmarks/h200.py --layers nvfp4                   # which layers; none: no layer
+    python benchmarks/h200.py --slice 8                        # and decode with so many layers
 
 Each time is the median over replays of a CUDA graph that calls the operation several times, on
 inputs that change from call to call where they would otherwise stay in the cache. `floor` is the
@@ -17,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +29,12 @@ from torch import Tensor
 
 from musespark.config.model import DecoderConfig
 from musespark.config.quantization import QuantizationConfig
-from musespark.model.kv_cache import LayerCache
+from musespark.config.sampling import SamplingParams
+from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.runner import ModelRunner
+from musespark.engine.scheduler import CacheLayout
+from musespark.model.decoder import Decoder
+from musespark.model.kv_cache import KVCacheSpec, LayerCache
 from musespark.model.layer import DecoderLayer
 from musespark.ops.attention_decode import attention_decode_triton
 from musespark.ops.attention_paged import PagedSequences, sequences_on_device
@@ -385,52 +392,53 @@ GROUPS = {
 }
 
 
-def released_config(quantized: bool) -> DecoderConfig:
-    """One sliding layer of the released model, without its vocabulary."""
+def released_config(quantized: bool, num_layers: int = 1) -> DecoderConfig:
+    """The first layers of the released model; without the weights' files, RoPE on sliding ones."""
+    kinds = ["full" if i % 4 == 1 else "sliding" for i in range(num_layers)]
     config = DecoderConfig.from_dict(
         {
-            "model_type": "muse_spark_text", "vocab_size": 1024, "hidden_size": D,
-            "intermediate_size": 16384, "num_hidden_layers": 1, "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "moe_hidden_size": H,
-            "moe_intermediate_size": INNER, "num_local_experts": E, "num_experts_per_tok": K,
-            "sliding_window": WINDOW, "max_position_embeddings": 2**20, "rms_norm_eps": 1e-5,
-            "post_norm_eps": 1e-8, "qk_scale_factor": 5.4730064863875, "output_multiplier": 0.5,
+            "model_type": "muse_spark_text", "vocab_size": V, "hidden_size": D,
+            "intermediate_size": 16384, "num_hidden_layers": num_layers,
+            "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+            "moe_hidden_size": H, "moe_intermediate_size": INNER, "num_local_experts": E,
+            "num_experts_per_tok": K, "sliding_window": WINDOW,
+            "max_position_embeddings": 2**20, "rms_norm_eps": 1e-5, "post_norm_eps": 1e-8,
+            "qk_scale_factor": 5.4730064863875, "output_multiplier": 0.5,
             "final_logit_softcapping": 20.0, "residual_gate_temperature": 0.3,
             "routed_scaling_factor": 1.0, "bos_token_id": 0, "eos_token_id": None,
-            "layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"],
-            "layer_rope_theta": [500_000.0],
+            "layer_types": [f"{kind}_attention" for kind in kinds],
+            "mlp_layer_types": ["sparse"] * num_layers,
+            "layer_rope_theta": [0.0 if kind == "full" else 500_000.0 for kind in kinds],
         },
         where="benchmark",
     )  # fmt: skip
     return replace(config, quantization=QuantizationConfig()) if quantized else config
 
 
-def random_layer(config: DecoderConfig) -> DecoderLayer:
-    """A layer with random weights, packed."""
-    layer = DecoderLayer(config, 0, dtype=BF16, device=DEVICE)
-    for name, weight in layer.named_parameters():
+def fill_randomly(model: torch.nn.Module) -> None:
+    """Random weights, then all that follows loading."""
+    for name, weight in model.named_parameters():
         if weight.dtype == torch.uint8:
             weight.data.random_(0, 256)
         elif weight.dtype == torch.float8_e4m3fn:
             weight.data.view(torch.uint8).random_(40, 60)
         elif name.endswith("scale_2"):
             weight.data.fill_(0.02)
+        elif name.startswith("embed_tokens"):
+            weight.data.normal_()
         else:
             weight.data.normal_(std=1 / 64 if weight.dim() > 1 else 0.1)
-    for module in layer.modules():
-        kind: Any = type(module)
-        if hasattr(kind, "finish_loading"):
-            kind.finish_loading(module)
-    for module in layer.modules():
-        kind = type(module)
-        if hasattr(kind, "pack"):
-            kind.pack(module)
-    return layer
+    for method in ("finish_loading", "pack"):
+        for module in model.modules():
+            kind: Any = type(module)
+            if module is not model and hasattr(kind, method):
+                getattr(kind, method)(module)
 
 
 def time_layers(kind: str, bandwidth: float, rate: float) -> list[Result]:
     """A whole decoder layer with its boundaries: T sequences decode, or one prompt of T tokens."""
-    layer = random_layer(released_config(kind == "nvfp4"))
+    layer = DecoderLayer(released_config(kind == "nvfp4"), 0, dtype=BF16, device=DEVICE)
+    fill_randomly(layer)
     expert_bytes = 3 * H * INNER * (9 / 16 if kind == "nvfp4" else 2)
     other_bytes = 2 * D * ((2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS * HEAD_DIM + 2 * H)
     results = []
@@ -456,6 +464,57 @@ def time_layers(kind: str, bandwidth: float, rate: float) -> list[Result]:
         floor = max(num_bytes / bandwidth, flops / rate)
         results.append(Result(f"layer_{kind}", T, us, num_bytes, floor, us / floor, None, None))
         print_result(results[-1])
+    return results
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Greedy decoding with the first layers of the model, NVFP4 experts and random weights."""
+
+    num_layers: int
+    num_sequences: int
+    tokens_per_second: float
+    step_us: float
+    graph_us: float | None
+    """Of the step's graph alone."""
+    share_off_gpu: float | None
+    """Of the step's time."""
+
+
+def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
+    """Batches of several sizes through the engine, after prompts of 64 tokens."""
+    decoder = Decoder(released_config(True, num_layers), dtype=BF16, device=DEVICE)
+    fill_randomly(decoder)
+    results = []
+    for count in (1, 16, 64):
+        blocks = count * (64 + num_steps + 40) // BLOCK_SIZE + count
+        runner = ModelRunner(decoder, KVCacheSpec(BLOCK_SIZE, blocks, blocks))
+        layout = CacheLayout(BLOCK_SIZE, blocks, blocks, WINDOW)
+        limits = EngineLimits(V, 1024, count, 64 * count, frozenset(), prefix_caching=False)
+        engine = Engine(runner, layout, limits, with_masks=DEVICE.type != "cuda")
+        params = SamplingParams(temperature=0, max_tokens=num_steps + 20)
+        for number in range(count):
+            engine.add_request([(7 * number + i) % V for i in range(64)], params)
+        for _ in range(12):
+            engine.step()
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        step_us = (time.perf_counter() - started) / num_steps * 1e6
+        graph_us = None
+        if runner._graphs is not None:
+            graph = next(iter(runner._graphs._graphs.values())).graph
+            times = []
+            for _ in range(10):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                graph.replay()
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - started) * 1e6)
+            graph_us = statistics.median(times)
+        share = None if graph_us is None else 1 - graph_us / step_us
+        results.append(Decoding(num_layers, count, count / step_us * 1e6, step_us, graph_us, share))
+        print(results[-1], flush=True)
     return results
 
 
@@ -493,6 +552,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the results here, as JSON")
     parser.add_argument("--only", nargs="*", help="names of operations")
     parser.add_argument("--layers", nargs="*", default=["nvfp4", "bf16"])
+    parser.add_argument("--slice", type=int, help="decode with so many layers")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     bandwidth, rate = measure_ceilings()
@@ -502,6 +562,9 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         results += time_layers(kind, bandwidth, rate)
+    gc.collect()
+    torch.cuda.empty_cache()
+    decoding = time_decoding(arguments.slice) if arguments.slice else []
     if arguments.output:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
@@ -514,6 +577,7 @@ def main() -> None:
             "bytes_per_us": bandwidth,
             "flop_per_us": rate,
             "results": [asdict(result) for result in results],
+            "decoding": [asdict(result) for result in decoding],
         }
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -50,10 +50,10 @@ class Tally:
     """MiB of the server and of its engine, from time to time."""
 
 
-def questions(rng: random.Random) -> list[Question]:
+def questions(rng: random.Random, count: int) -> list[Question]:
     """A mixture of everything."""
     made = []
-    for i in range(48):
+    for i in range(count):
         numbers = [rng.randint(10, 99) for _ in range(6)]
         text = rng.choice(
             [
@@ -174,11 +174,18 @@ async def watch_memory(pid: int, until: float, tally: Tally) -> None:
 
 
 async def soak(
-    url: str, *, clients: int, seconds: float, leaving: float, seed: int = 0, pid: int | None = None
+    url: str,
+    *,
+    clients: int,
+    seconds: float,
+    leaving: float,
+    kinds: int = 48,
+    seed: int = 0,
+    pid: int | None = None,
 ) -> tuple[Tally, dict[str, float]]:
     """Run it all; the tally, and what is left in use at the end."""
     rng, tally = random.Random(seed), Tally()
-    expected = {question: await ask(url, question) for question in questions(rng)}
+    expected = {question: await ask(url, question) for question in questions(rng, kinds)}
     until = time.monotonic() + seconds
     running = [
         client(random.Random(f"{seed} {i}"), url, expected, leaving, until, tally)

@@ -12,12 +12,12 @@ from starlette.types import ASGIApp
 import musespark
 from musespark.server import tokens
 from musespark.server.chat import ChatJob
+from musespark.server.chat_page import page_routes
 from musespark.server.completions import CompletionJob
 from musespark.server.context import Context
 from musespark.server.errors import add_error_handlers
 from musespark.server.gates import LOCAL_NAMES, BodyGate, HostGate, KeyGate
 from musespark.server.metrics import CONTENT_TYPE, ResponseCounter
-from musespark.server.page import page_routes
 from musespark.server.protocol.base import (
     ErrorResponse,
     Health,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from musespark.ops.attention_prefill import LOG2_E, attention_prefill_reference, attention_tile
+from musespark.ops.attention_prefill import LOG2_E, attend_to_keys, attention_prefill_reference
 from musespark.ops.triton_import import (
     dot_in_float32,
     next_power_of_2,
@@ -150,27 +150,18 @@ def _decode_kernel(
         (row < GROUP)[:, None] & (d >= 0)[None, :],
         other=0.0,
     )
+    dtype: tl.constexpr = tl.float32 if IN_FLOAT32 else query.dtype
+    # Finite, so that a part without keys stays free of NaN.
+    top = tl.full((BLOCK_G,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    out = tl.zeros((BLOCK_G, HEAD_DIM), tl.float32)
     position = tl.zeros((BLOCK_G,), tl.int32) + (length - 1)
-    top, total, out = attention_tile(
-        query,
-        position,
-        key_ptr + kv_head * HEAD_DIM,
-        value_ptr + kv_head * HEAD_DIM,
-        table_ptr + sequence * table_stride,
-        first_key,
-        start,
-        stop,
-        log2_scale,
-        window,
-        KV_HEADS,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        HAS_WINDOW,
-        False,
-        BLOCK_G,
-        BLOCK_S,
-        IN_FLOAT32,
-    )
+    # The window and the query's own position are where the keys start and end: no row hides any.
+    top, total, out = attend_to_keys(
+        query.to(dtype), position, key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM,
+        table_ptr + sequence * table_stride, first_key, start, stop, stop, log2_scale, window,
+        top, total, out, KV_HEADS, HEAD_DIM, BLOCK_SIZE, False, False, False, BLOCK_S,
+    )  # fmt: skip
     inside = (row < GROUP)[:, None] & (d >= 0)[None, :]
     place = sequence * (KV_HEADS * GROUP) + head
     if SPLITS == 1:

@@ -113,9 +113,76 @@ def _attend(
 
 
 @triton.jit
-def attention_tile(
+def attend_to_keys(
     query,
     position,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    first_key,
+    start,
+    stop,
+    end,
+    log2_scale,
+    window,
+    top,
+    total,
+    out,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    IS_CLEAR: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Steps over the keys from `start` to `stop`; clear ones hide no key from any row.
+
+    Keys from `end` on do not exist. `top` (the maximum [M] of scores in powers of two), `total`
+    (the sum [M]) and `out` (the sum of values [M, head_dim], undivided) are the softmax so far.
+    """
+    d = tl.arange(0, HEAD_DIM)
+    dtype: tl.constexpr = query.dtype
+    for begin in range(start, stop, BLOCK_S):
+        key_position = begin + tl.arange(0, BLOCK_S)
+        place = key_position - first_key
+        if IS_CLEAR:
+            block = tl.load(table_ptr + place // BLOCK_SIZE).to(tl.int64)
+        else:
+            exists = key_position < end
+            block = tl.load(table_ptr + place // BLOCK_SIZE, exists, other=0).to(tl.int64)
+        row = (block * BLOCK_SIZE + place % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        key_place = key_ptr + row[None, :] + d[:, None]
+        value_place = value_ptr + row[:, None] + d[None, :]
+        if IS_CLEAR:
+            key, value = tl.load(key_place), tl.load(value_place)
+        else:
+            key = tl.load(key_place, exists[None, :] & (d >= 0)[:, None], other=0.0)
+            value = tl.load(value_place, exists[:, None] & (d >= 0)[None, :], other=0.0)
+        scores = tl.dot(query, key.to(dtype), input_precision="ieee") * log2_scale
+        if not IS_CLEAR:
+            visible = exists[None, :]
+            if CAUSAL:
+                visible = visible & (key_position[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                visible = visible & (key_position[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        factor = tl.exp2(top - new_top)
+        weights = tl.exp2(scores - new_top[:, None])
+        total = total * factor + tl.sum(weights, axis=1)
+        out = tl.dot(
+            weights.to(dtype), value.to(dtype), out * factor[:, None], input_precision="ieee"
+        )
+        top = new_top
+    return top, total, out
+
+
+@triton.jit
+def _attend_from(
+    query,
+    position,
+    first_position,
     key_ptr,
     value_ptr,
     table_ptr,
@@ -128,49 +195,40 @@ def attention_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
 ):
     """Attention of query [M, head_dim] at `position` [M] over the keys from `start` to `stop`.
 
-    Returns the softmax's pieces: maximum [M] (of scores in powers of two), sum [M], and the sum of
-    the values [M, head_dim], not yet divided. A row that sees no key has sum 0.
+    The positions lie from `first_position` to `stop` - 1. Most steps need no mask, which saves half
+    their arithmetic: only those at the window's edge and around the queries' own positions do.
     """
-    d = tl.arange(0, HEAD_DIM)
-    dtype: tl.constexpr = tl.float32 if IN_FLOAT32 else query.dtype
-    query = query.to(dtype)
     # Finite, so that a row without a visible key stays free of NaN.
     top = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     out = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    for begin in range(start, stop, BLOCK_S):
-        key_position = begin + tl.arange(0, BLOCK_S)
-        exists = key_position < stop
-        place = key_position - first_key
-        block = tl.load(table_ptr + place // BLOCK_SIZE, exists, other=0).to(tl.int64)
-        row = (block * BLOCK_SIZE + place % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
-        key = tl.load(key_ptr + row[None, :] + d[:, None], exists[None, :] & (d >= 0)[:, None], 0.0)
-        value = tl.load(
-            value_ptr + row[:, None] + d[None, :], exists[:, None] & (d >= 0)[None, :], 0.0
-        )
-        scores = tl.dot(query, key.to(dtype), input_precision="ieee") * log2_scale
-        visible = exists[None, :]
-        if CAUSAL:
-            visible = visible & (key_position[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (key_position[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        factor = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
-        total = total * factor + tl.sum(weights, axis=1)
-        out = tl.dot(
-            weights.to(dtype), value.to(dtype), out * factor[:, None], input_precision="ieee"
-        )
-        top = new_top
-    return top, total, out
+    clear_start = start
+    if HAS_WINDOW:
+        clear_start += tl.cdiv(tl.maximum(stop - window - start, 0), BLOCK_S) * BLOCK_S
+    seen_by_all = tl.maximum(tl.minimum(stop, first_position + 1) - start, 0)
+    clear_stop = tl.maximum(start + seen_by_all // BLOCK_S * BLOCK_S, clear_start)
+    if HAS_WINDOW:
+        top, total, out = attend_to_keys(
+            query, position, key_ptr, value_ptr, table_ptr, first_key,
+            start, tl.minimum(clear_start, stop), stop, log2_scale, window, top, total, out,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, False, BLOCK_S,
+        )  # fmt: skip
+    top, total, out = attend_to_keys(
+        query, position, key_ptr, value_ptr, table_ptr, first_key,
+        clear_start, clear_stop, stop, log2_scale, window, top, total, out,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, True, BLOCK_S,
+    )  # fmt: skip
+    top, total, out = attend_to_keys(
+        query, position, key_ptr, value_ptr, table_ptr, first_key,
+        clear_stop, stop, stop, log2_scale, window, top, total, out,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, False, BLOCK_S,
+    )  # fmt: skip
+    return out / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit(
@@ -247,27 +305,14 @@ def _prefill_kernel(
         if HAS_WINDOW:
             start = tl.maximum(start, length - num_queries + begin - window + 1)
         stop = tl.minimum(length, length - num_queries + begin + BLOCK_T)
-        _, total, out = attention_tile(
-            query,
-            position,
-            key_ptr + kv_head * HEAD_DIM,
-            value_ptr + kv_head * HEAD_DIM,
-            table_ptr + sequence.to(tl.int64) * table_stride,
-            first_key,
-            start,
-            stop,
-            log2_scale,
-            window,
-            KV_HEADS,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            HAS_WINDOW,
-            True,
-            BLOCK_T * BLOCK_G,
-            BLOCK_S,
-            IN_FLOAT32,
-        )
-        out = out / tl.where(total > 0, total, 1.0)[:, None]
+        dtype: tl.constexpr = tl.float32 if IN_FLOAT32 else query.dtype
+        out = _attend_from(
+            query.to(dtype), position, length - num_queries + begin,
+            key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM,
+            table_ptr + sequence.to(tl.int64) * table_stride, first_key, start, stop,
+            log2_scale, window, KV_HEADS, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW,
+            BLOCK_T * BLOCK_G, BLOCK_S,
+        )  # fmt: skip
         place = (flat * (KV_HEADS * GROUP) + head) * HEAD_DIM
         tl.store(
             out_ptr + place[:, None] + d[None, :], round_to(out, out_ptr.dtype.element_ty), inside

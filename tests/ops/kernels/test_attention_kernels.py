@@ -83,6 +83,11 @@ def test_prefill(dtype, window):
     check([7, 13, 2], [7, 21, 42], [0, 0, 0], window=window, dtype=dtype)
 
 
+@pytest.mark.parametrize("window", [None, 33, 64, 100, 128])
+def test_long_prompts_have_steps_without_a_mask(window):
+    check([3, 40], [200, 170], [0, 0], window=window, kv_heads=1, group=2, block_size=16)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_mixed_batches(window):
     check([1, 1, 9, 2, 5], [4, 19, 9, 33, 6], [0] * 5, window=window)

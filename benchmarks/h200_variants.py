@@ -1,0 +1,142 @@
+"""Times the kernels' launch settings against each other, to choose the ones in the code.
+
+python benchmarks/h200_variants.py --only boundary --output variants.json
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import h200
+import torch
+from h200 import BF16, DEVICE, F32, HEAD_DIM, HEADS, D, H, K, median_us, paged, randn
+
+from musespark.ops import attention_decode, attention_prefill, router_gemm
+from musespark.ops.expert_finalize import _finalize_kernel
+from musespark.ops.residual_boundary import _boundary_kernel
+
+Variant = tuple[str, Callable[[], Any]]
+
+
+def boundary(T: int) -> Iterator[Variant]:
+    stream, branch = randn(T, D, dtype=F32), randn(T, D)
+    alpha, beta, post, pre = (torch.rand(D, device=DEVICE) for _ in range(4))
+    new_stream, normed = torch.empty_like(stream), torch.empty_like(branch)
+    for warps, stages, programs in product((8, 16, 32), (1, 2, 3, 4), (T, 132, 264)):
+        if (stages == 1) != (programs == T) or programs > T:
+            continue
+
+        def run(warps: int = warps, stages: int = stages, programs: int = programs) -> None:
+            _boundary_kernel[(programs,)](
+                stream, branch, alpha, beta, post, pre, new_stream, normed, None, T, D, D,
+                1e-8, 1e-5, HAS_POST_GAIN=True, HAS_PRE_NORM=True, HAS_WIDE_NORMED=False,
+                BLOCK=D, STAGES=stages, num_warps=warps,
+            )  # fmt: skip
+
+        yield f"warps {warps} stages {stages} programs {programs}", run
+
+
+def finalize(T: int) -> Iterator[Variant]:
+    rows, weights = randn(T * K, H), torch.rand(T, K, device=DEVICE)
+    index = torch.randperm(T * K, device=DEVICE).view(T, K)
+    gain, out = torch.rand(H, device=DEVICE), torch.empty(T, H, device=DEVICE, dtype=BF16)
+    for warps, stages, programs in product((8, 16), (1, 2, 3, 4), (T, 132, 264)):
+        if (stages == 1) != (programs == T) or programs > T:
+            continue
+
+        def run(warps: int = warps, stages: int = stages, programs: int = programs) -> None:
+            _finalize_kernel[(programs,)](
+                rows, weights, index, gain, out, T, H, H, 1e-8, TOP_K=K, BLOCK_K=8, BLOCK=H,
+                STAGES=stages, num_warps=warps,
+            )  # fmt: skip
+
+        yield f"warps {warps} stages {stages} programs {programs}", run
+
+
+def router(T: int) -> Iterator[Variant]:
+    x, weight = randn(T, D), randn(h200.E, D, dtype=F32) / 90
+    for block_t, parts, block_d in product((16, 32, 64, 128), (1, 4, 8, 16, 32), (64, 128)):
+
+        def run(tiling: tuple[int, int, int] = (block_t, parts, block_d)) -> None:
+            chosen = router_gemm._tiling
+            router_gemm._tiling = lambda *_: tiling
+            router_gemm.router_gemm_triton(x, weight)
+            router_gemm._tiling = chosen
+
+        yield f"tokens {block_t} parts {parts} depth {block_d}", run
+
+
+def decode(T: int) -> Iterator[Variant]:
+    sequences, cache = paged(T, h200.CONTEXT, 1)
+    query, on_device = randn(T, HEADS, HEAD_DIM), sequences.on_device
+    assert on_device is not None
+    for splits, block in product((1, 2, 4, 8, 16, 32, 64), (32, 64, 128)):
+
+        def run(splits: int = splits, block: int = block) -> None:
+            chosen = attention_decode._num_splits, attention_decode._BLOCK_S
+            attention_decode._num_splits = lambda *_: splits
+            attention_decode._BLOCK_S = block
+            attention_decode.attention_decode_triton(
+                query, cache.key, cache.value, sequences.block_table, on_device.key_start,
+                on_device.seq_lens, 0.1,
+            )  # fmt: skip
+            attention_decode._num_splits, attention_decode._BLOCK_S = chosen
+
+        yield f"splits {splits} keys {block}", run
+
+
+def prefill(T: int) -> Iterator[Variant]:
+    sequences, cache = paged(T, T, T)
+    query, on_device = randn(T, HEADS, HEAD_DIM), sequences.on_device
+    assert on_device is not None
+    for rows, block in product((64, 128, 256), (32, 64, 128)):
+
+        def run(rows: int = rows, block: int = block) -> None:
+            chosen = attention_prefill._BLOCK_ROWS, attention_prefill._BLOCK_S
+            attention_prefill._BLOCK_ROWS, attention_prefill._BLOCK_S = rows, block
+            attention_prefill.attention_prefill_triton(
+                query, cache.key, cache.value, sequences.block_table, on_device.query_start,
+                on_device.key_start, on_device.seq_lens, 0.1,
+            )  # fmt: skip
+            attention_prefill._BLOCK_ROWS, attention_prefill._BLOCK_S = chosen
+
+        yield f"rows {rows} keys {block}", run
+
+
+KERNELS: dict[str, tuple[Callable[[int], Iterator[Variant]], tuple[int, ...]]] = {
+    "boundary": (boundary, (1, 256, 2048)),
+    "finalize": (finalize, (1, 256, 2048)),
+    "router": (router, (1, 16, 64, 256, 4096)),
+    "decode": (decode, (1, 16, 64)),
+    "prefill": (prefill, (4096,)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    for name in arguments.only:
+        variants, sizes = KERNELS[name]
+        for T in sizes:
+            timed = []
+            for label, run in variants(T):
+                try:
+                    timed.append((median_us([run] * 8, repeats=5), label))
+                except Exception as error:
+                    print(f"{name:10} T={T:<5} {label}: {str(error)[:90]}", flush=True)
+            for us, label in sorted(timed):
+                results.append({"kernel": name, "tokens": T, "variant": label, "us": us})
+            for us, label in sorted(timed)[:5]:
+                print(f"{name:10} T={T:<5} {us:9.2f} us  {label}", flush=True)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

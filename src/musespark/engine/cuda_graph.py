@@ -106,7 +106,10 @@ class DecodeGraphs:
             forward()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             logits = forward()
         return _Graph(graph, batch, lengths, logits)
 

@@ -73,7 +73,8 @@ class Decoder(nn.Module):
     @property
     def waits_for_device(self) -> bool:
         """Whether a forward pass asks the device for numbers, which no CUDA graph can record."""
-        return any(getattr(module, "waits_for_device", False) for module in self.layers.modules())
+        parts = [self.kernels, *self.layers.modules()]
+        return any(getattr(part, "waits_for_device", False) for part in parts)
 
     def weight_slots(self, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
         """What the decoder takes from a checkpoint whose text weights start with `prefix`."""

@@ -33,11 +33,17 @@ from musespark.ops.silu_mul import silu_mul, silu_mul_triton
 from musespark.ops.soft_cap import soft_cap, soft_cap_triton
 from musespark.ops.triton_import import HAS_TRITON
 
+# Triton's kernels are exact in the interpreter and compile for Hopper, but their tests on a GPU
+# (tests/gpu) have not passed on one yet. Until then a GPU runs plain PyTorch.
+_PROVEN_ON_GPU = False
+
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """One function per operation."""
 
+    waits_for_device: bool
+    """Whether some function asks the device for numbers, which no CUDA graph can record."""
     rms_norm: Callable[..., Tensor]
     residual_boundary: Callable[..., tuple[Tensor, Tensor]]
     blend: Callable[..., Tensor]
@@ -57,6 +63,7 @@ class KernelSet:
 def torch_kernels() -> KernelSet:
     """Plain PyTorch, on any device and in any dtype."""
     return KernelSet(
+        waits_for_device=True,
         rms_norm=rms_norm,
         residual_boundary=residual_boundary,
         blend=blend,
@@ -76,6 +83,7 @@ def torch_kernels() -> KernelSet:
 def triton_kernels() -> KernelSet:
     """Triton's kernels, for bfloat16 and float32 on a GPU."""
     return KernelSet(
+        waits_for_device=False,
         rms_norm=rms_norm_triton,
         residual_boundary=residual_boundary_triton,
         blend=blend_triton,
@@ -93,6 +101,11 @@ def triton_kernels() -> KernelSet:
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelSet:
     """The fastest functions for a model that computes in `dtype` on `device`."""
-    if HAS_TRITON and device.type == "cuda" and dtype in (torch.bfloat16, torch.float32):
+    if (
+        _PROVEN_ON_GPU
+        and HAS_TRITON
+        and device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float32)
+    ):
         return triton_kernels()
     return torch_kernels()

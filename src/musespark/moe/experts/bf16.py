@@ -16,7 +16,7 @@ from musespark.moe.experts.slots import (
     stored_one_by_one,
 )
 from musespark.moe.router import Routing
-from musespark.ops.bf16_grouped_gemm_hopper import HopperBF16Experts
+from musespark.ops.bf16_grouped_gemm_hopper import PROVEN_ON_GPU, HopperBF16Experts
 from musespark.ops.expert_permute import group_by_expert
 from musespark.ops.grouped_gemm import can_pack_grouped, grouped_gemm, pack_grouped_gemm
 from musespark.ops.nvfp4_hopper import runs_on
@@ -87,7 +87,7 @@ class GroupedExperts(nn.Module):
     def _pack_for_hopper(self) -> bool:
         """Take the path for Hopper GPUs, if there is one here; says whether it was taken."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        if gate_up is None or down is None or gate_up.dtype != torch.bfloat16:
+        if gate_up is None or down is None or gate_up.dtype != torch.bfloat16 or not PROVEN_ON_GPU:
             return False
         if runs_on(gate_up.device, self.width, self.part.inner_size):
             self._hopper = HopperBF16Experts(gate_up.data, down.data)

@@ -43,7 +43,7 @@ def metric(client: httpx.Client, name: str) -> float:
 
 
 def test_the_engines_process_dies_and_comes_back() -> None:
-    arguments = ("--dtype", "float32", "--max-model-len", "1024", "--restart-engine")
+    arguments = ("--dtype", "float32", "--restart-engine")
     with (
         serving(*arguments) as (process, url),
         httpx.Client(base_url=url, timeout=PATIENCE) as client,
@@ -55,7 +55,8 @@ def test_the_engines_process_dies_and_comes_back() -> None:
         with client.stream("POST", "/v1/chat/completions", json=endless) as response:
             lines = response.iter_lines()  # to be kept: the client leaves when it goes
             next(lines)
-            assert eventually(lambda: metric(client, "musespark_requests_running") == 1)
+        aborted = 'musespark_outputs_finished_total{reason="abort"}'
+        assert eventually(lambda: metric(client, aborted) == 1)
         assert eventually(lambda: metric(client, "musespark_kv_blocks_full_used") == 0)
         assert eventually(lambda: metric(client, "musespark_requests_running") == 0)
 

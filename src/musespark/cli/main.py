@@ -10,6 +10,7 @@ from musespark.cli.demo import demo
 from musespark.cli.evaluate import evaluate
 from musespark.cli.generate import generate
 from musespark.cli.inspect import inspect
+from musespark.cli.plan import plan
 from musespark.cli.quantize import quantize
 from musespark.cli.serve import serve
 from musespark.errors import MuseSparkError
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(quantize)
 app.command()(inspect)
+app.command()(plan)
 app.command()(serve)
 
 

@@ -57,6 +57,8 @@ def prompts(batch: int, length: int, seed: int) -> list[list[int]]:
 
 def summarize(stamps: list[float], started: float, batch: int) -> tuple[float, float]:
     """(seconds to the first token, decoded tokens per second) from one time stamp per step."""
+    if not stamps:  # the batch never ran all at once: too few new tokens
+        return float("nan"), float("nan")
     steps = [after - before for before, after in itertools.pairwise(stamps[1:])]
     return stamps[0] - started, batch / statistics.median(steps) if steps else float("nan")
 

@@ -154,3 +154,14 @@ def test_a_narrower_cache_keeps_the_answer(kind):
 def test_a_cache_dtype_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="kv_cache_dtype: must be one of auto, bf16, fp8_e4m3"):
         LLM("spark-mini", kv_cache_dtype="int4")
+
+
+def test_the_number_of_threads_is_a_setting():
+    before = torch.get_num_threads()
+    try:
+        LLM("spark-mini", num_threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ConfigError, match="num_threads: must be 1 or more"):
+        LLM("spark-mini", num_threads=0)

@@ -37,6 +37,9 @@ class EngineConfig:
     moe_backend: str = "auto"
     """What computes the experts: auto (the fastest for the checkpoint), reference (plain and slow),
     or w4a4 (NVFP4 experts see NVFP4 activations, emulated)."""
+    num_threads: int | None = None
+    """Threads that compute on a CPU; None: one per core. On a machine that does other work too, one
+    fewer than its cores can be several times faster, since threads wait for one another."""
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
 
@@ -46,6 +49,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
+            "num_threads",
             "max_queue_len",
         ):
             value = getattr(self, name)

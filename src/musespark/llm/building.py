@@ -42,6 +42,8 @@ def build_engine(
         CapacityError: the model's length does not fit into memory.
     """
     folder = resolve_checkpoint(str(model), revision)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)  # PyTorch has one setting for the process
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = load_decoder(

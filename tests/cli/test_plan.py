@@ -85,3 +85,28 @@ def test_layouts_that_the_engine_refuses_are_refused(config):
     for flags in (["--tp", 3, "--gpus", 3], ["--gpus", 8, "--tp", 4, "--ep", 3], ["--gpu", "h20"]):
         result = run("--config", config, *flags)
         assert isinstance(result.exception, ConfigError)
+
+
+FLEET = ["--format", "nvfp4", "--gpus", 8, "--tp", 8, "--context", 4096]
+
+
+def test_a_fleet_is_simulated(config, tmp_path):
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("500,20\n2000,30\n")
+    arguments = ["--config", config, *FLEET, "--arrival-rate", 4, "--lengths", lengths]
+    arguments += ["--requests", 40, "--replicas", 2]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "fleet: 2 replicas, 40 requests at 4 a second" in result.output
+    assert "time to first token" in result.output
+    code, report = run_json(*arguments)
+    assert code == 0
+    assert report["fleet"]["first_token_p50"] <= report["fleet"]["first_token_p99"]
+    assert report["fleet"]["output_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags", [["--arrival-rate", 1], ["--plot", "a.png"], ["--replicas", 0]], ids=str
+)
+def test_half_a_simulation_is_wrong_usage(config, flags):
+    assert run("--config", config, *FLEET, *flags).exit_code == 2

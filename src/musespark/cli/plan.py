@@ -10,8 +10,10 @@ import typer
 if TYPE_CHECKING:
     from musespark.config.model import DecoderConfig
     from musespark.planner.devices import Device
+    from musespark.planner.layout import Layout
     from musespark.planner.plan import Plan
     from musespark.planner.roofline import StepTime
+    from musespark.planner.simulate import FleetReport
 
 _SHOWN_LAYOUTS = 8
 
@@ -53,6 +55,20 @@ def plan(
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory of one device, if not the table's.")
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(help="Simulated copies of the layout, each with --concurrency requests.")
+    ] = 1,
+    arrival_rate: Annotated[
+        float | None, typer.Option(help="Simulate: requests a second over all replicas.")
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help="Simulate: file of lines PROMPT,OUTPUT in tokens, drawn at random."),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Simulated requests.")] = 500,
+    plot: Annotated[
+        Path | None, typer.Option(help="Simulate: write a picture (.png, .svg) of it.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text.")
     ] = False,
@@ -60,13 +76,14 @@ def plan(
     """Plan a deployment from the config alone: no weights are read and no GPU is needed.
 
     Without --tp, --ep, --pp and --dp, all layouts of these GPUs are ranked and the best is shown.
-    Exits with 1 if nothing fits.
+    Exits with 1 if nothing fits. With --arrival-rate and --lengths, the engine's scheduler then
+    serves simulated requests, each step as long as the time model says.
     """
     from musespark.planner.devices import find_device
-    from musespark.planner.layout import candidate_layouts, make_layout
     from musespark.planner.memory import Workload, with_format
     from musespark.planner.plan import make_plan, rank_plans
 
+    _check_simulation(arrival_rate, lengths, replicas, plot)
     decoder = with_format(_read_config(model, config), format)
     device = find_device(gpu)
     if memory_gib is not None:
@@ -78,20 +95,53 @@ def plan(
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
     )
-    if any(size is not None for size in (tp, ep, pp, dp)) or gpus * nodes == 1:
-        layouts = [make_layout(gpus=gpus, nodes=nodes, tp=tp, ep=ep, pp=pp, dp=dp)]
-    else:
-        layouts = list(candidate_layouts(decoder, gpus, nodes))
-    if not layouts:
-        raise typer.BadParameter(f"--gpus {gpus} --nodes {nodes}: no layout cuts this model so.")
+    layouts = _layouts(decoder, gpus, nodes, {"tp": tp, "ep": ep, "pp": pp, "dp": dp})
     plans = rank_plans(make_plan(decoder, layout, device, workload) for layout in layouts)
+    fleet = None
+    if arrival_rate is not None and lengths is not None and plans[0].memory.fits:
+        from musespark.planner.simulate import make_arrivals, read_lengths, simulate
+
+        arrivals = make_arrivals(read_lengths(lengths), arrival_rate, requests)
+        fleet = simulate(decoder, plans[0].layout, device, workload, arrivals, replicas)
+        if plot is not None:
+            from musespark.planner.plot import plot_fleet
+
+            where = f"{replicas} x ({gpus * nodes} x {device.name}, {plans[0].layout.name})"
+            plot_fleet(fleet, f"{where}, {arrival_rate:g} requests/s", plot)
     if as_json:
-        print(json.dumps(_as_dict(decoder, device, plans, gpus, nodes)))
+        report = _as_dict(decoder, device, plans, gpus, nodes)
+        print(json.dumps(report | ({} if fleet is None else {"fleet": fleet.to_dict()})))
     else:
         _print_plan(decoder, device, plans[0], nodes)
         _print_ranking(plans)
+        if fleet is not None:
+            _print_fleet(fleet, replicas, arrival_rate)
     if not plans[0].memory.fits:
         raise typer.Exit(1)
+
+
+def _check_simulation(
+    rate: float | None, lengths: Path | None, replicas: int, plot: Path | None
+) -> None:
+    if (rate is None) != (lengths is None):
+        raise typer.BadParameter("--arrival-rate and --lengths go together: give both or neither.")
+    if plot is not None and lengths is None:
+        raise typer.BadParameter("--plot shows a simulation: give --arrival-rate and --lengths.")
+    if replicas < 1:
+        raise typer.BadParameter(f"--replicas must be 1 or more, found {replicas}.")
+
+
+def _layouts(
+    decoder: "DecoderConfig", gpus: int, nodes: int, sizes: dict[str, int | None]
+) -> "list[Layout]":
+    """The one asked for, or all that there are."""
+    from musespark.planner.layout import candidate_layouts, make_layout
+
+    if gpus * nodes == 1 or any(size is not None for size in sizes.values()):
+        return [make_layout(gpus=gpus, nodes=nodes, **sizes)]
+    if layouts := list(candidate_layouts(decoder, gpus, nodes)):
+        return layouts
+    raise typer.BadParameter(f"--gpus {gpus} --nodes {nodes}: no layout cuts this model so.")
 
 
 def _read_config(model: str, path: Path | None) -> "DecoderConfig":
@@ -180,3 +230,25 @@ def _print_ranking(plans: "list[Plan]") -> None:
         print(f"  {each.layout.name:<24}{memory.used / 1e9:9.1f}{memory.margin / 1e9:11.1f}{times}")
     if len(plans) > _SHOWN_LAYOUTS:
         print(f"  ... and {len(plans) - _SHOWN_LAYOUTS} more (--json)")
+
+
+def _print_fleet(fleet: "FleetReport", replicas: int, rate: float | None) -> None:
+    print(
+        f"\nfleet: {replicas} replicas, {len(fleet.served)} requests at {rate:g} a second, "
+        f"{fleet.seconds:,.0f} s\n"
+        f"  {'prompt tokens/s':<26}{fleet.prompt_tokens / fleet.seconds:12,.0f}\n"
+        f"  {'output tokens/s':<26}{fleet.output_tokens / fleet.seconds:12,.0f}\n"
+        f"  {'':<26}{'p50':>12}{'p99':>12}"
+    )
+    for title, name, factor, unit in (
+        ("time to first token", "first_token", 1.0, "s"),
+        ("time per token after it", "per_token", 1e3, "ms"),
+    ):
+        middle, most = (factor * fleet.percentile(name, share) for share in (0.5, 0.99))
+        print(f"  {title:<26}{middle:12.3g}{most:12.3g} {unit}")
+    print(
+        f"  most at once in a replica {fleet.most_running:12,}\n"
+        f"  {'preemptions':<26}{fleet.num_preemptions:12,}"
+    )
+    if not fleet.keeps_up:
+        print("It does not keep up: requests queue up. Add replicas, or raise --concurrency.")

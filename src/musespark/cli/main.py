@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from musespark.cli.bench import bench
 from musespark.cli.chat import chat
 from musespark.cli.demo import demo
 from musespark.cli.evaluate import evaluate
@@ -29,6 +30,7 @@ app.command("eval")(evaluate)
 app.command()(quantize)
 app.command()(inspect)
 app.command()(plan)
+app.command()(bench)
 app.command()(serve)
 
 

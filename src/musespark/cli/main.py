@@ -13,6 +13,7 @@ from musespark.cli.generate import generate
 from musespark.cli.inspect import inspect
 from musespark.cli.plan import plan
 from musespark.cli.quantize import quantize
+from musespark.cli.routes import routes
 from musespark.cli.serve import serve
 from musespark.errors import MuseSparkError
 
@@ -31,6 +32,7 @@ app.command()(quantize)
 app.command()(inspect)
 app.command()(plan)
 app.command()(bench)
+app.command()(routes)
 app.command()(serve)
 
 

@@ -82,7 +82,13 @@ def test_the_packaged_model_on_a_cpu():
 
 
 def test_layouts_that_the_engine_refuses_are_refused(config):
-    for flags in (["--tp", 3, "--gpus", 3], ["--gpus", 8, "--tp", 4, "--ep", 3], ["--gpu", "h20"]):
+    assert run("--config", config, "--memory-gib", -3).exit_code == 2
+    for flags in (
+        ["--tp", 3, "--gpus", 3],
+        ["--gpus", 8, "--tp", 4, "--ep", 3],
+        ["--gpu", "h20"],
+        ["--context", 2**21],
+    ):
         result = run("--config", config, *flags)
         assert isinstance(result.exception, ConfigError)
 

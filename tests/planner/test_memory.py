@@ -159,6 +159,7 @@ def test_more_ranks_than_key_value_heads_hold_copies():
         ({"tp": 3}, "gpus"),
         ({"tp": 4, "ep": 4}, "ep"),
         ({"tp": 0}, "tp"),
+        ({"dp": 0}, "dp"),
         ({"tp": 4, "pp": 4}, "gpus"),
     ],
 )

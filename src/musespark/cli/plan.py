@@ -53,7 +53,7 @@ def plan(
         float, typer.Option(help="Share of the memory left after loading that the cache takes.")
     ] = 0.9,
     memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of one device, if not the table's.")
+        float | None, typer.Option(min=0.001, help="Memory of one device, if not the table's.")
     ] = None,
     replicas: Annotated[
         int, typer.Option(help="Simulated copies of the layout, each with --concurrency requests.")

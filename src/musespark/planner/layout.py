@@ -103,7 +103,8 @@ def make_layout(
         ConfigError: sizes that exclude each other.
     """
     world = gpus * nodes
-    for name, size in (("gpus", gpus), ("nodes", nodes), ("tp", tp), ("pp", pp), ("ep", ep)):
+    sizes = {"gpus": gpus, "nodes": nodes, "tp": tp, "pp": pp, "ep": ep, "dp": dp}
+    for name, size in sizes.items():
         if size is not None and size < 1:
             raise ConfigError(f"{name}: must be 1 or more, found {size}.")
     pp = pp or 1

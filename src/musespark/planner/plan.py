@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from musespark.config.model import DecoderConfig
+from musespark.errors import ConfigError
 from musespark.planner.devices import Device
 from musespark.planner.layout import Layout
 from musespark.planner.memory import (
@@ -73,6 +74,11 @@ def make_plan(config: DecoderConfig, layout: Layout, device: Device, workload: W
         ConfigError: the engine would refuse it.
     """
     layout.check(config)
+    if workload.context > config.max_position_embeddings:
+        raise ConfigError(
+            f"context: {workload.context} exceeds the {config.max_position_embeddings} positions "
+            "the model was made for (max_position_embeddings)."
+        )
     return Plan(
         layout=layout,
         workload=workload,

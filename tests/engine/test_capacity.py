@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from musespark.config.engine import EngineConfig
+from musespark.config.sampling import SamplingParams
 from musespark.engine.capacity import free_memory, plan_kv_cache
+from musespark.engine.kv_blocks import CacheLayout
+from musespark.engine.request import Request
+from musespark.engine.scheduler import Scheduler
 from musespark.errors import CapacityError
 from musespark.model.kv_cache import allocate_kv_cache, bytes_per_block
 from musespark.testing import tiny_config
@@ -67,8 +71,9 @@ def test_plans_fit_and_refusals_tell_what_would(
     assert spec.num_full_blocks >= full or kinds == "sliding"
     assert spec.num_sliding_blocks >= sliding or kinds == "full"
     # No more than all requests together can hold.
-    assert spec.num_full_blocks <= full * max_num_seqs
-    assert spec.num_sliding_blocks <= sliding * max_num_seqs
+    spare = max_num_seqs - 1  # a block for each request beside the first
+    assert spec.num_full_blocks <= full * max_num_seqs + spare
+    assert spec.num_sliding_blocks <= sliding * max_num_seqs + spare
     if max_model_len is None:
         if length < model.max_position_embeddings:
             with pytest.raises(CapacityError):
@@ -90,9 +95,9 @@ def test_a_model_of_one_kind_of_layers_has_one_pool(kind):
 def test_with_memory_to_spare_every_request_gets_all_it_can_hold():
     engine = EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, block_size=4)
     spec = plan_kv_cache(tiny_config(), engine, F32, 2**34).spec
-    assert spec.num_full_blocks == 3 * 4096 // 4
-    # One reads a chunk of 16 behind a window of 8; two more hold a window.
-    assert spec.num_sliding_blocks == (8 + 16) // 4 + 1 + 2 * (8 // 4 + 1)
+    assert spec.num_full_blocks == 3 * 4096 // 4 + 2
+    # One reads a chunk of 16 behind a window of 8; two more hold a window and have one to spare.
+    assert spec.num_sliding_blocks == (8 + 16) // 4 + 1 + 2 * (8 // 4 + 2)
 
 
 def test_longer_than_the_model_was_made_for():
@@ -121,3 +126,23 @@ def test_the_cache_takes_the_bytes_that_were_planned(stored):
 
 def test_free_memory_of_this_machine():
     assert free_memory(torch.device("cpu")) > 2**20
+
+
+def test_max_num_seqs_requests_of_full_length_run_together():
+    """The scheduler keeps a block to spare for each request that runs; the plan has it."""
+    engine = EngineConfig(max_num_seqs=3, max_num_batched_tokens=48, block_size=4, max_model_len=16)
+    model = tiny_config(sliding_window=8)
+    spec = plan_kv_cache(model, engine, torch.float32, 10**9).spec
+    layout = CacheLayout(4, spec.num_full_blocks, spec.num_sliding_blocks, model.sliding_window)
+    scheduler = Scheduler(layout, engine.max_num_seqs, engine.max_num_batched_tokens)
+    for number in range(3):
+        scheduler.add(
+            Request(
+                request_id=number,
+                prompt_token_ids=tuple(range(number, number + 12)),
+                params=SamplingParams(),
+                end_token_ids=frozenset(),
+                max_total_tokens=16,
+            )
+        )
+    assert len(scheduler.schedule()) == 3

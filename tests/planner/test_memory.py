@@ -101,12 +101,12 @@ def test_the_released_model_in_bf16():
 
 
 def test_cache_per_token_is_as_stated():
-    """64 KiB a token over the full layers in bfloat16; 377 MiB of windows (and a block) each."""
+    """64 KiB a token over the full layers in bfloat16; 377 MiB of windows (and two blocks) each."""
     memory = plan_memory(released(), ONE, H200, Workload(2**20, 1))
     assert memory.kv_full == 2**20 * 64 * 2**10
     more = plan_memory(released(), ONE, H200, Workload(2**20, 2))
     window = 46 * 2048 * 2048 * 2
-    assert more.kv_sliding - memory.kv_sliding == pytest.approx(window, rel=0.01)
+    assert more.kv_sliding - memory.kv_sliding == pytest.approx(window, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["h200", "h100-80g", "b200"])

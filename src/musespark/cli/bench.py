@@ -85,8 +85,7 @@ def bench(
         dtype=dtype,
         revision=revision,
         max_model_len=input_len + output_len,
-        # Twice as many as run: the scheduler admits nobody into the last blocks of the cache.
-        max_num_seqs=2 * max(sizes),
+        max_num_seqs=max(sizes),
         max_num_batched_tokens=max(max_num_batched_tokens, 2 * max(sizes)),
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=False,

@@ -62,7 +62,8 @@ def plan_kv_cache(
     # Only one request at a time reads a whole chunk; the others hold a window.
     others = engine.max_num_seqs - 1
     window_blocks = min(sliding, -(-sizes.window // sizes.block) + 1)
-    more_full, more_sliding = full * others, window_blocks * others
+    # And a block to spare for each, without which the scheduler admits no newcomer.
+    more_full, more_sliding = (full + 1) * others, (window_blocks + 1) * others
     # One request always fits; the others take an equal share of both pools in what is left.
     left = budget - sizes.request_bytes(max_model_len)
     share = min(1.0, left / max(1, sizes.bytes_of(more_full, more_sliding)))

@@ -194,7 +194,8 @@ def stage_cache(
 ) -> tuple[int, int]:
     """Bytes of cache on one rank of a stage, in full and in sliding layers.
 
-    The engine's rule: one request reads a whole chunk, the others hold a window.
+    The engine's rule: one request reads a whole chunk, the others hold a window, and the scheduler
+    keeps a block to spare for each of them.
     """
     block, window = workload.block_size, config.sliding_window
     requests = -(-workload.concurrency // layout.dp)
@@ -204,9 +205,10 @@ def stage_cache(
     a_block = 2 * block * layout.kv_heads(config) * config.head_dim * workload.kv_bytes
     sliding_layers = sum(layer.sliding_window is not None for layer in stage.layers)
     full_layers = len(stage.layers) - sliding_layers
+    others = requests - 1
     return (
-        full * requests * a_block * full_layers,
-        (reading + resting * (requests - 1)) * a_block * sliding_layers,
+        (full + (full + 1) * others) * a_block * full_layers,
+        (reading + (resting + 1) * others) * a_block * sliding_layers,
     )
 
 

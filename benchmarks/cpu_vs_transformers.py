@@ -1,6 +1,6 @@
 """CPU speed beside transformers: the same checkpoint, the same machine, alternating runs.
 
-    python benchmarks/cpu_vs_transformers.py [--rounds 5] [--threads 2] [--output FILE]
+    python benchmarks/cpu_vs_transformers.py [--spark-mini] [--rounds 5] [--output FILE]
 
 Both sides go through the public way to generate: `LLM.stream` here, `model.generate` there, with
 the fastest `experts_implementation` that transformers has for each case. A decode figure is batch
@@ -23,9 +23,12 @@ import transformers
 from transformers import MuseSparkForConditionalGeneration, StoppingCriteria
 
 from musespark import LLM, SamplingParams
-from musespark.testing import make_checkpoint
+from musespark.checkpoint.source import resolve_checkpoint
+from musespark.config.model import DecoderConfig
+from musespark.testing import config_json, make_checkpoint
 
 CONTEXT = 512
+SMALLEST_VOCABULARY = 256
 NEW_TOKENS = 33
 DECODE_BATCHES = (1, 8, 32)
 PREFILL_LENGTHS = (512, 2048)
@@ -51,8 +54,7 @@ MODEL: dict[str, Any] = {
 def prompts(batch: int, length: int, seed: int) -> list[list[int]]:
     """Random prompts; both sides get the same."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (batch, length)
-    return torch.randint(3, MODEL["vocab_size"], shape, generator=generator).tolist()
+    return torch.randint(3, SMALLEST_VOCABULARY, (batch, length), generator=generator).tolist()
 
 
 def summarize(stamps: list[float], started: float, batch: int) -> tuple[float, float]:
@@ -61,6 +63,16 @@ def summarize(stamps: list[float], started: float, batch: int) -> tuple[float, f
         return float("nan"), float("nan")
     steps = [after - before for before, after in itertools.pairwise(stamps[1:])]
     return stamps[0] - started, batch / statistics.median(steps) if steps else float("nan")
+
+
+def packaged_checkpoint(folder: Path) -> Path:
+    """Spark-Mini with a config.json that transformers has a class with an lm_head for."""
+    source = resolve_checkpoint("spark-mini")
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+    config = config_json(DecoderConfig.from_folder(source), torch.bfloat16, text_only=False)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
 class Ours:
@@ -177,18 +189,19 @@ def main() -> None:
     """Run everything and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--spark-mini", action="store_true", help="measure the packaged model")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = make_checkpoint(Path(folder) / "model", **MODEL)
+        place = Path(folder) / "model"
+        packaged = arguments.spark_mini
+        checkpoint = packaged_checkpoint(place) if packaged else make_checkpoint(place, **MODEL)
         rows = measure(Ours(checkpoint), Theirs(checkpoint), arguments.rounds)
     report = {
-        "model": MODEL,
+        "model": "spark-mini" if arguments.spark_mini else MODEL,
         "context": CONTEXT,
-        "threads": arguments.threads,
+        "threads": torch.get_num_threads(),
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -3,7 +3,7 @@
 Needs torch alone, so that anything that reads checkpoints can be tried without a download.
 """
 
-from musespark.testing.checkpoints import make_checkpoint, tensor_shapes
+from musespark.testing.checkpoints import config_json, make_checkpoint, tensor_shapes
 from musespark.testing.configs import tiny_config
 
-__all__ = ["make_checkpoint", "tensor_shapes", "tiny_config"]
+__all__ = ["config_json", "make_checkpoint", "tensor_shapes", "tiny_config"]

@@ -94,7 +94,7 @@ def make_checkpoint(
         config = override_config(config, **overrides)
     prefix = TEXT_MODEL_PREFIX if text_only else CONDITIONAL_GENERATION_PREFIX
     with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
-        writer.write_json("config.json", _config_json(config, dtype, text_only))
+        writer.write_json("config.json", config_json(config, dtype, text_only))
         for name, shape in tensor_shapes(config, prefix).items():
             tensor = _random_tensor(name.removeprefix(prefix), shape, config, seed)
             keeps_float32 = name.endswith(_FLOAT32_ENDINGS)
@@ -183,7 +183,11 @@ def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{base}.{expert}.up_proj.weight", up
 
 
-def _config_json(config: DecoderConfig, dtype: torch.dtype, text_only: bool) -> dict[str, Any]:
+def config_json(config: DecoderConfig, dtype: torch.dtype, text_only: bool) -> dict[str, Any]:
+    """config.json of a checkpoint: the text part alone, or with the smallest towers around it.
+
+    transformers has a class with an lm_head for the latter only.
+    """
     text = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
     if text_only:
         return text

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
 from musespark.config.parallel import MoEBackend
+from musespark.errors import RequestError
 from musespark.model.attention import RotaryAngles
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.kv_cache import LayerCache
@@ -114,8 +115,22 @@ class Decoder(nn.Module):
         return self._logits(hidden_states)
 
     def compute_logits(self, token_ids: Tensor | Sequence[int]) -> Tensor:
-        """Logits [T, V] float32 of one sequence [T], all positions at once, without a cache."""
+        """Logits [T, V] float32 of one sequence [T], all positions at once, without a cache.
+
+        Raises:
+            RequestError: no tokens, more than one sequence, or a token outside the vocabulary.
+        """
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        if ids.dim() != 1 or not len(ids):
+            raise RequestError(
+                f"token_ids: must be the tokens of one sequence, [T], found {list(ids.shape)}."
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise RequestError(
+                f"token_ids: {low if low < 0 else high} is outside the vocabulary "
+                f"(0 to {self.config.vocab_size - 1})."
+            )
         return self.forward(ForwardBatch.uncached(ids))
 
     def _run_layers(self, batch: ForwardBatch, caches: Sequence[LayerCache] | None) -> Tensor:

@@ -105,6 +105,7 @@ def _run_engine(pipe: Connection, build: BuildEngine, max_queue_len: int) -> Non
     serve_engine(lambda: _build_for_good(build), max_queue_len, link)
     outgoing.put(None)
     writer.join(timeout=2.0)
+    gc.unfreeze()  # or extension modules complain at exit of what was never collected
 
 
 def _build_for_good(build: BuildEngine) -> tuple[Engine, EngineInfo]:

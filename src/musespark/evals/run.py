@@ -129,7 +129,7 @@ def evaluate(
             ]
             if progress:
                 progress(task, start + len(batch), samples)
-        results[task] = TaskResult(1 - len(wrong) / samples, samples)
+        results[task] = TaskResult((samples - len(wrong)) / samples, samples)
         misses += wrong
     return EvalReport(seed, results, tuple(misses))
 

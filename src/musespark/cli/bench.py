@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from musespark.cli.arguments import Device, Dtype, Model, Revision
+
 if TYPE_CHECKING:
     from musespark.llm.llm import LLM
 
@@ -42,17 +44,11 @@ class BenchResult:
 
 
 def bench(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
-    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
     batch_sizes: Annotated[
         str, typer.Option(help="Prompts that run together, such as 1,8,32.")
     ] = "1,8,32",

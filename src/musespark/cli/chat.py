@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from musespark.cli.arguments import Device, Dtype, Model, Revision
 from musespark.cli.options import finish, pick, with_fields
 from musespark.config.engine import EngineConfig
 from musespark.config.sampling import SamplingParams
@@ -29,9 +30,7 @@ Ctrl-C stops an answer. Anything else is a message."""
 @finish
 @with_fields(EngineConfig)
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
     system: Annotated[str, typer.Option(help="Instructions for every answer.")] = "",
     reasoning_effort: Annotated[
@@ -44,13 +43,9 @@ def chat(
         int | None, typer.Option(help="Tokens of one answer at most; default: what fits.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    revision: Revision = None,
     **settings: Any,
 ) -> None:
     """Talk to a model in the terminal: reasoning dimmed, answers in colour. /help tells more."""

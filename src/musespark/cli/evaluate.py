@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from musespark.cli.arguments import Device, Dtype, Model
+
 if TYPE_CHECKING:
     from musespark.evals.reference import LogitReport
     from musespark.evals.run import EvalReport, Progress
@@ -18,9 +20,7 @@ _REFERENCE_SAMPLES = 32
 
 
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
     tasks: Annotated[
         str | None, typer.Option(help="Names separated by commas; default: every task.")
@@ -31,8 +31,8 @@ def evaluate(
         str | None,
         typer.Option(help="Compare logits with this model's, run in float32."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     show_misses: Annotated[bool, typer.Option(help="List the questions answered wrongly.")] = False,
 ) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from musespark.cli.arguments import Device, Dtype, Model, Revision
 from musespark.cli.options import finish, pick, with_fields
 from musespark.config.engine import EngineConfig
 from musespark.config.sampling import SamplingParams
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 @with_fields(EngineConfig)
 @with_fields(SamplingParams, without=("n", "prompt_logprobs"), temperature=0.0, max_tokens=256)
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to complete.")] = None,
     prompt_file: Annotated[
@@ -30,13 +29,9 @@ def generate(
     token_ids: Annotated[
         str | None, typer.Option(help="Token ids to complete, such as 1,2,3.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    revision: Revision = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")
     ] = False,

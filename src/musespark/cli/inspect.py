@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from musespark.cli.arguments import Model, Revision
+
 if TYPE_CHECKING:
     from rich.tree import Tree
 
@@ -17,13 +19,9 @@ _LAYERS_A_LINE = 64
 
 
 def inspect(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
-    ] = None,
+    revision: Revision = None,
     tree: Annotated[bool, typer.Option(help="Show the tree of tensors below the summary.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text.")

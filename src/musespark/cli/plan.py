@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from musespark.cli.arguments import Model
+
 if TYPE_CHECKING:
     from musespark.config.model import DecoderConfig
     from musespark.planner.devices import Device
@@ -19,9 +21,7 @@ _SHOWN_LAYOUTS = 8
 
 
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
     config: Annotated[
         Path | None, typer.Option(help="A config.json to plan for, instead of a model.")

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from musespark.cli.arguments import Revision
+
 if TYPE_CHECKING:
     from musespark.checkpoint.calibrate import InputScales
     from musespark.checkpoint.quantize import QuantizeReport
@@ -32,9 +34,7 @@ def quantize(
         Path | None,
         typer.Option(help="Text to run through the model first, to measure input scales."),
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
-    ] = None,
+    revision: Revision = None,
 ) -> None:
     """Quantize the experts to NVFP4, in ModelOpt's layout; everything else is copied as it is.
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from musespark.cli.arguments import Dtype, Model, Revision
+
 if TYPE_CHECKING:
     from musespark.model.decoder import Decoder
     from musespark.moe.router import Routing
@@ -15,9 +17,7 @@ _ENDINGS = (".html", ".png", ".svg")
 
 
 def routes(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to route.")] = None,
     prompt_file: Annotated[
@@ -32,12 +32,8 @@ def routes(
         typer.Option(help="Write a self-contained page (.html) or a picture (.png, .svg)."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
-    ] = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from musespark.cli.arguments import Device, Dtype, Model, Revision
 from musespark.cli.options import finish, pick, with_fields
 from musespark.config.engine import EngineConfig
 from musespark.config.server import ServerConfig
@@ -20,9 +21,7 @@ _EXAMPLE = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}]}'
 @with_fields(EngineConfig)
 @with_fields(ServerConfig)
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a packaged model's name, or a Hugging Face id.")
-    ] = "spark-mini",
+    model: Model = "spark-mini",
     *,
     api_key: Annotated[
         list[str] | None,
@@ -32,13 +31,9 @@ def serve(
             "machine can see it here, but not in the environment variable.",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    revision: Revision = None,
     **settings: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a chat page. Ctrl-C ends it."""

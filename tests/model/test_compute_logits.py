@@ -23,7 +23,6 @@ def test_lists_and_tensors_are_the_same(decoder):
 @pytest.mark.parametrize(
     ("token_ids", "message"),
     [
-        ([], r"found \[0\]"),
         ([[1, 2], [3, 4]], r"one sequence, \[T\], found \[2, 2\]"),
         ([5, -1], r"-1 is outside the vocabulary \(0 to 127\)"),
         ([5, 128], r"128 is outside the vocabulary \(0 to 127\)"),

@@ -118,17 +118,17 @@ class Decoder(nn.Module):
         """Logits [T, V] float32 of one sequence [T], all positions at once, without a cache.
 
         Raises:
-            RequestError: no tokens, more than one sequence, or a token outside the vocabulary.
+            RequestError: more than one sequence, or a token outside the vocabulary.
         """
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
-        if ids.dim() != 1 or not len(ids):
+        if ids.dim() != 1:
             raise RequestError(
                 f"token_ids: must be the tokens of one sequence, [T], found {list(ids.shape)}."
             )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.config.vocab_size:
+        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+        if len(outside):
             raise RequestError(
-                f"token_ids: {low if low < 0 else high} is outside the vocabulary "
+                f"token_ids: {int(outside[0])} is outside the vocabulary "
                 f"(0 to {self.config.vocab_size - 1})."
             )
         return self.forward(ForwardBatch.uncached(ids))

@@ -47,10 +47,9 @@ def build_engine(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = load_decoder(
-        model,
+        folder,
         device=device,
         dtype=dtype,
-        revision=revision,
         moe_backend=config.moe_backend,
         progress=progress,
     )

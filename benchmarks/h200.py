@@ -31,8 +31,8 @@ from musespark.config.model import DecoderConfig
 from musespark.config.quantization import QuantizationConfig
 from musespark.config.sampling import SamplingParams
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner
-from musespark.engine.scheduler import CacheLayout
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, LayerCache
 from musespark.model.layer import DecoderLayer

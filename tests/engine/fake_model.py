@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from musespark.engine.scheduler import CacheLayout
+from musespark.engine.kv_blocks import CacheLayout
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 
 VOCAB_SIZE = 40

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from musespark.config.sampling import SamplingParams
 from musespark.engine.engine import Engine, EngineLimits, Runner
+from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.request import FinishReason, TokenLogprobs
 from musespark.engine.runner import ModelRunner
-from musespark.engine.scheduler import CacheLayout
 from musespark.model.batch import ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec

@@ -10,8 +10,8 @@ from tests.engine.fake_model import VOCAB_SIZE, FakeModel, greedy, next_logits, 
 from tests.engine.harness import Finished, engine_for, finish, step
 
 from musespark.config.sampling import SamplingParams
+from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.request import FinishReason
-from musespark.engine.scheduler import CacheLayout
 from musespark.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

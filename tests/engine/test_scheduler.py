@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from musespark.config.sampling import SamplingParams
 from musespark.engine import scheduler
 from musespark.engine.block_pool import BlockPool
+from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.request import FinishReason, Request, RequestStatus
-from musespark.engine.scheduler import CacheLayout, ScheduledRequest, Scheduler
+from musespark.engine.scheduler import ScheduledRequest, Scheduler
 
 MAX_LEN = 40
 

@@ -16,10 +16,11 @@ from musespark.engine.checks import check_request
 from musespark.engine.client import EngineStats
 from musespark.engine.grammar import Grammar, GrammarCompiler, new_bitmask, unpack_bitmask
 from musespark.engine.inputs import InputBuilder
+from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.prompt_logprobs import take_prompt_logprobs, wants_prompt_logprobs
 from musespark.engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
 from musespark.engine.sampler import SampledTokens, Sampler
-from musespark.engine.scheduler import CacheLayout, ScheduledRequest, Scheduler
+from musespark.engine.scheduler import ScheduledRequest, Scheduler
 from musespark.errors import RequestError
 from musespark.model.batch import ForwardBatch
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from musespark.engine.kv_blocks import CacheLayout, KVBlocks
 from musespark.engine.request import FinishReason, Request, RequestStatus
 
-__all__ = ["CacheLayout", "ScheduledRequest", "Scheduler"]
-
 # Prompt tokens of one step whose log-probabilities are wanted: each takes a row of logits.
 _PROMPT_LOGPROBS_CHUNK = 256
 

@@ -117,16 +117,18 @@ def test_a_graph_does_what_the_step_does(folder, seq_lens):
     batch = decode_batch(seq_lens, device)
     caches, graph_caches = new_caches(), new_caches()
     # Tables of sliding layers begin at the window; here they are whole, so the graph's must be.
-    graphs = DecodeGraphs(decoder, graph_caches, spec)
+    graphs = DecodeGraphs(decoder, graph_caches, spec, tap_layers=(-1, 2))
     graphs._sliding_table = graphs._full_table.clone()
     assert graphs.accepts(batch)
     for _ in range(2):
-        logits = decoder(batch, caches)
-        replayed = graphs.run(batch)
+        logits, taps = decoder.forward_with_taps(batch, caches, (-1, 2))
+        replayed, replayed_taps = graphs.run(batch)
         assert replayed.shape == logits.shape
         # Padded batches may take another way through the matrix library.
         assert torch.allclose(replayed, logits, atol=0.05)
         assert bool((replayed.argmax(-1) == logits.argmax(-1)).all())
+        for tap, replayed_tap in zip(taps, replayed_taps, strict=True):
+            assert torch.allclose(replayed_tap, tap, atol=0.05)
         touched = batch.full.slot_mapping
         for layer, graph_layer in zip(caches, graph_caches, strict=True):
             for one, other in ((layer.key, graph_layer.key), (layer.value, graph_layer.value)):

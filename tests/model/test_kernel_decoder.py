@@ -88,8 +88,13 @@ def test_steps_are_the_same(decoders, new, seq_lens):
     plain, kernels = decoders
     batch = make_batch(new, seq_lens)
     caches = new_caches(plain), new_caches(kernels)
-    one, other = plain(batch, caches[0]), kernels(batch, caches[1])
+    (one, taps), (other, other_taps) = (
+        decoder.forward_with_taps(batch, caches[index], (-1, 0, 2))
+        for index, decoder in enumerate(decoders)
+    )
     assert torch.allclose(one, other, atol=2e-4)
+    for tap, other_tap in zip(taps, other_taps, strict=True):
+        assert torch.allclose(tap, other_tap, atol=1e-4)
     for layer, other_layer in zip(*caches, strict=True):
         assert torch.allclose(layer.key, other_layer.key, atol=1e-5)
         assert torch.allclose(layer.value, other_layer.value, atol=1e-5)

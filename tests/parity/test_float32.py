@@ -11,6 +11,7 @@ from tests.ops.accuracy import seeded
 from tests.parity.oracle import CASES, Case, load_oracle, oracle_greedy, oracle_logits
 
 from musespark import load_decoder
+from musespark.model.batch import ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.moe.router import Router
 from musespark.ops import small_experts
@@ -52,6 +53,18 @@ def test_logits_agree(pair, length):
     ours = pair.decoder.compute_logits(tokens)
     assert ours.dtype == torch.float32
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.std()
+
+
+def test_the_streams_behind_layers_agree(pair):
+    tokens = torch.tensor(random_tokens(37, seed=4))
+    with torch.inference_mode():
+        out = pair.oracle(input_ids=tokens[None], use_cache=False, output_hidden_states=True)
+    # transformers lists the embedding first, and norms the last layer's output.
+    theirs = [states[0] for states in out.hidden_states[:-1]]
+    taps = tuple(range(-1, len(theirs) - 1))
+    _, ours = pair.decoder.forward_with_taps(ForwardBatch.uncached(tokens), None, taps)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert (mine - its).abs().max() <= 1e-4 * its.std()
 
 
 def test_greedy_tokens_agree_through_the_paged_cache(pair):

@@ -24,8 +24,15 @@ SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 class DecodeGraphs:
     """Records decode steps when their size first comes, and repeats them afterwards."""
 
-    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], spec: KVCacheSpec) -> None:
-        self._decoder, self._caches = decoder, caches
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: Sequence[LayerCache],
+        spec: KVCacheSpec,
+        *,
+        tap_layers: Sequence[int] = (),
+    ) -> None:
+        self._decoder, self._caches, self._tap_layers = decoder, caches, tap_layers
         size, config = spec.block_size, decoder.config
         longest = -(-config.max_position_embeddings // size)
         window = -(-config.sliding_window // size) + 2
@@ -48,8 +55,8 @@ class DecodeGraphs:
             )
         )
 
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits [N, V] of the wanted rows, valid until the next step."""
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(logits [N, V] of the wanted rows, taps [T, D]), valid until the next step."""
         count = batch.token_ids.shape[0]
         size = SIZES[bisect_left(SIZES, count)]
         if size not in self._graphs:
@@ -57,9 +64,11 @@ class DecodeGraphs:
         graph = self._graphs[size]
         graph.load(batch)
         graph.graph.replay()
-        logits = graph.logits[:count]
+        logits, taps = graph.logits[:count], tuple(tap[:count] for tap in graph.taps)
         rows = batch.logit_rows
-        return logits if rows is None or len(rows) == count else logits.index_select(0, rows)
+        if rows is None or len(rows) == count:
+            return logits, taps
+        return logits.index_select(0, rows), taps
 
     def _new_table(self, width: int) -> Tensor:
         shape = (SIZES[-1], width)
@@ -96,8 +105,9 @@ class DecodeGraphs:
             logit_rows=None,
         )
 
-        def forward() -> Tensor:
-            return self._decoder(replace(batch, padding=lengths[0] == 0), self._caches)
+        def forward() -> tuple[Tensor, tuple[Tensor, ...]]:
+            padded = replace(batch, padding=lengths[0] == 0)
+            return self._decoder.forward_with_taps(padded, self._caches, self._tap_layers)
 
         # The first run compiles kernels and sets libraries up, which a graph cannot record.
         stream = torch.cuda.Stream(device)
@@ -110,8 +120,8 @@ class DecodeGraphs:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
         ):
-            logits = forward()
-        return _Graph(graph, batch, lengths, logits)
+            logits, taps = forward()
+        return _Graph(graph, batch, lengths, logits, taps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,8 @@ class _Graph:
     """[3, size] int32: seq_lens, key_start of the full layers, key_start of the sliding ones."""
     logits: Tensor
     """[size, V] float32."""
+    taps: tuple[Tensor, ...]
+    """[size, D] float32 each."""
 
     def load(self, batch: ForwardBatch) -> None:
         """Copy a step's inputs to where the graph reads them, without waiting for the device."""

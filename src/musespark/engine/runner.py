@@ -1,5 +1,7 @@
 """The decoder with its cache: runs batches, knows nothing of requests."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,14 +15,22 @@ from musespark.ops.attention_paged import attention_paged
 class ModelRunner:
     """Holds the weights and every layer's keys and values."""
 
-    def __init__(self, decoder: Decoder, spec: KVCacheSpec) -> None:
+    def __init__(
+        self, decoder: Decoder, spec: KVCacheSpec, *, tap_layers: Sequence[int] = ()
+    ) -> None:
+        """`tap_layers`: as for `Decoder.forward_with_taps`; what `run_with_taps` hands out."""
         self._decoder, self._block_size = decoder, spec.block_size
+        self._tap_layers = tuple(tap_layers)
         self._caches = allocate_kv_cache(
             decoder.config, spec, dtype=decoder.dtype, device=decoder.device
         )
         # Decode steps run as graphs where there are graphs, and nothing asks the device midway.
         can_record = decoder.device.type == "cuda" and not decoder.waits_for_device
-        self._graphs = DecodeGraphs(decoder, self._caches, spec) if can_record else None
+        self._graphs = (
+            DecodeGraphs(decoder, self._caches, spec, tap_layers=self._tap_layers)
+            if can_record
+            else None
+        )
 
     @property
     def device(self) -> torch.device:
@@ -34,9 +44,16 @@ class ModelRunner:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Logits [N, V] float32 of the batch's wanted rows; writes the batch's keys and values."""
+        return self.run_with_taps(batch)[0]
+
+    def run_with_taps(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As `run`, and the stream [T, D] float32 of every token behind each of `tap_layers`.
+
+        A graph's tensors last until the next step only.
+        """
         if self._graphs is not None and self._graphs.accepts(batch):
             return self._graphs.run(batch)
-        return self._decoder(batch, self._caches)
+        return self._decoder.forward_with_taps(batch, self._caches, self._tap_layers)
 
 
 class OneByOneRunner(ModelRunner):
@@ -46,11 +63,12 @@ class OneByOneRunner(ModelRunner):
     batch. With one sequence at a time, every operation has the same shapes whoever shares the step.
     """
 
-    def run(self, batch: ForwardBatch) -> Tensor:
+    def run_with_taps(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As for `ModelRunner`, and the same bits for a sequence in any company."""
-        # Copied: a graph's logits last until the next run only.
-        logits = [
-            super(OneByOneRunner, self).run(one).clone()
-            for one in batch.sequences(self._block_size)
-        ]
-        return torch.cat(logits)
+        parts: list[tuple[Tensor, ...]] = []
+        for one in batch.sequences(self._block_size):
+            logits, taps = super().run_with_taps(one)
+            # Copied: a graph's tensors last until the next run only.
+            parts.append((logits.clone(), *(tap.clone() for tap in taps)))
+        logits, *taps_of_all = (torch.cat(same) for same in zip(*parts, strict=True))
+        return logits, tuple(taps_of_all)

@@ -109,10 +109,32 @@ class Decoder(nn.Module):
             batch: the step's tokens.
             caches: every layer's keys and values, read and written; None: nothing is cached.
         """
-        hidden_states = self._run_layers(batch, caches)
+        return self.forward_with_taps(batch, caches, ())[0]
+
+    @torch.inference_mode()
+    def forward_with_taps(
+        self,
+        batch: ForwardBatch,
+        caches: Sequence[LayerCache] | None,
+        tap_layers: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits as `forward` gives them, and the stream behind some layers (auxiliary hidden
+        states), which costs nothing: each is the stream that the next boundary writes anyway.
+
+        Args:
+            batch, caches: as for `forward`.
+            tap_layers: ascending layer numbers: k is layer k's output, -1 the normed embedding.
+
+        Returns:
+            (logits [N, V] float32, one stream [T, D] float32 per tap), blended and not normed;
+            of all of the batch's tokens, whichever rows want logits.
+        """
+        in_order = tuple(k for k in range(-1, len(self.layers)) if k in tap_layers)
+        assert in_order == tuple(tap_layers)
+        hidden_states, taps = self._run_layers(batch, caches, tap_layers)
         if batch.logit_rows is not None:
             hidden_states = hidden_states.index_select(0, batch.logit_rows)
-        return self._logits(hidden_states)
+        return self._logits(hidden_states), taps
 
     def compute_logits(self, token_ids: Tensor | Sequence[int]) -> Tensor:
         """Logits [T, V] float32 of one sequence [T], all positions at once, without a cache.
@@ -133,8 +155,13 @@ class Decoder(nn.Module):
             )
         return self.forward(ForwardBatch.uncached(ids))
 
-    def _run_layers(self, batch: ForwardBatch, caches: Sequence[LayerCache] | None) -> Tensor:
-        """The final norm's output [T, D]."""
+    def _run_layers(
+        self,
+        batch: ForwardBatch,
+        caches: Sequence[LayerCache] | None,
+        tap_layers: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The final norm's output [T, D], and the streams [T, D] behind `tap_layers`."""
         angles = self._rotary_angles(batch.positions)
         embedded = F.embedding(batch.token_ids, self.embed_tokens.weight)
         stream = self.kernels.rms_norm(
@@ -144,6 +171,7 @@ class Decoder(nn.Module):
         # Each layer's last boundary norms for the next layer, or for the logits.
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         normed = layers[0].input_layernorm(stream, out_dtype=self.dtype)
+        taps = [stream] if -1 in tap_layers else []
         full, sliding = (self._sequences(batch, kind) for kind in (batch.full, batch.sliding))
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             cache = None if caches is None else caches[index]
@@ -153,7 +181,9 @@ class Decoder(nn.Module):
                 normed, stream, sequences, cache, angles[kind.rope_theta], batch.padding
             )
             normed, stream = residual.boundary(next_norm)
-        return normed
+            if index in tap_layers:
+                taps.append(stream)
+        return normed, tuple(taps)
 
     def _sequences(
         self, batch: ForwardBatch, metadata: AttentionMetadata | None

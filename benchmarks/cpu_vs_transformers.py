@@ -15,6 +15,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 import transformers
 from transformers import MuseSparkForConditionalGeneration, StoppingCriteria
 
-from musespark import LLM, SamplingParams
+from musespark import LLM
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.model import DecoderConfig
+from musespark.llm.timing import time_generation
 from musespark.testing import config_json, make_checkpoint
 
 CONTEXT = 512
@@ -57,12 +59,9 @@ def prompts(batch: int, length: int, seed: int) -> list[list[int]]:
     return torch.randint(3, SMALLEST_VOCABULARY, (batch, length), generator=generator).tolist()
 
 
-def summarize(stamps: list[float], started: float, batch: int) -> tuple[float, float]:
-    """(seconds to the first token, decoded tokens per second) from one time stamp per step."""
-    if not stamps:  # the batch never ran all at once: too few new tokens
-        return float("nan"), float("nan")
-    steps = [after - before for before, after in itertools.pairwise(stamps[1:])]
-    return stamps[0] - started, batch / statistics.median(steps) if steps else float("nan")
+def decode_rate(steps: Sequence[float], batch: int) -> float:
+    """Decoded tokens per second."""
+    return batch / statistics.median(steps) if steps else float("nan")
 
 
 def packaged_checkpoint(folder: Path) -> Path:
@@ -88,19 +87,10 @@ class Ours:
         )
 
     def run(self, batch: list[list[int]], new_tokens: int) -> tuple[float, float]:
-        """Greedy generation of `new_tokens` per prompt."""
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        stamps: list[float] = []
-        this_step: set[int] = set()
-        started = time.perf_counter()
-        with self._llm.stream(batch, params) as generation:
-            for delta in generation:
-                if delta.index in this_step:
-                    this_step.clear()
-                this_step.add(delta.index)
-                if len(this_step) == len(batch):  # a step in which every prompt got a token
-                    stamps.append(time.perf_counter())
-        return summarize(stamps, started, len(batch))
+        """(seconds to the first tokens, decoded tokens per second), greedy."""
+        times = time_generation(self._llm, batch, new_tokens)
+        # Until every prompt has its first token, as transformers has it.
+        return max(times.first_tokens), decode_rate(times.steps, len(batch))
 
 
 class Clock(StoppingCriteria):
@@ -127,7 +117,7 @@ class Theirs:
         self._model.set_experts_implementation(implementation)
 
     def run(self, batch: list[list[int]], new_tokens: int) -> tuple[float, float]:
-        """Greedy generation of `new_tokens` per prompt."""
+        """(seconds to the first tokens, decoded tokens per second), greedy."""
         clock, ids = Clock(), torch.tensor(batch)
         started = time.perf_counter()
         self._model.generate(
@@ -139,7 +129,8 @@ class Theirs:
             pad_token_id=0,
             stopping_criteria=[clock],
         )
-        return summarize(clock.stamps, started, len(batch))
+        steps = [after - before for before, after in itertools.pairwise(clock.stamps)]
+        return clock.stamps[0] - started, decode_rate(steps, len(batch))
 
 
 def best_implementation(theirs: Theirs, batch: list[list[int]], new_tokens: int) -> str:

@@ -1,15 +1,11 @@
 """`musespark bench`: prefill and decode speed of a model on this machine."""
 
-import gc
-import itertools
 import json
 import platform
 import random
 import resource
 import statistics
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -118,6 +114,9 @@ def _tell(text: str) -> None:
 
 
 def _measure(llm: "LLM", size: int, input_len: int, output_len: int, rounds: int) -> BenchResult:
+    # Here, not at the top: it takes PyTorch along.
+    from musespark.llm.timing import time_generation
+
     generator = random.Random(size)
     first_tokens: list[float] = []
     steps: list[float] = []
@@ -125,11 +124,11 @@ def _measure(llm: "LLM", size: int, input_len: int, output_len: int, rounds: int
     for number in range(rounds + 1):
         vocabulary = range(llm.config.vocab_size)
         prompts = [generator.choices(vocabulary, k=input_len) for _ in range(size)]
-        firsts, batch_steps = _run(llm, prompts, output_len)
+        times = time_generation(llm, prompts, output_len)
         if number:  # the first round warms up
-            first_tokens += firsts
-            steps += batch_steps
-            prefills.append(size * input_len / max(firsts))
+            first_tokens += times.first_tokens
+            steps += times.steps
+            prefills.append(size * input_len / max(times.first_tokens))
     return BenchResult(
         batch_size=size,
         input_len=input_len,
@@ -140,32 +139,6 @@ def _measure(llm: "LLM", size: int, input_len: int, output_len: int, rounds: int
         first_token=percentiles(first_tokens),
         step=percentiles(steps),
     )
-
-
-def _run(llm: "LLM", prompts: list[list[int]], output_len: int) -> tuple[list[float], list[float]]:
-    """(time to each prompt's first token, times between the steps in which all decode)."""
-    from musespark.config.sampling import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    firsts: dict[int, float] = {}
-    stamps: list[float] = []
-    in_step: set[int] = set()
-    gc.collect()
-    started = time.perf_counter()
-    with llm.stream(prompts, params) as generation:
-        for delta in generation:
-            now = time.perf_counter()
-            firsts.setdefault(delta.index, now - started)
-            if delta.index in in_step:
-                in_step.clear()
-            in_step.add(delta.index)
-            if len(in_step) == len(prompts):
-                stamps.append(now)
-    return list(firsts.values()), list(_gaps(stamps))
-
-
-def _gaps(stamps: list[float]) -> Iterator[float]:
-    return (later - earlier for earlier, later in itertools.pairwise(stamps))
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

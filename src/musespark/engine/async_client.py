@@ -6,7 +6,6 @@ How messages travel is the business of a `Link`: see process_client and thread_c
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Protocol
@@ -68,15 +67,8 @@ StartLink = Callable[[Deliver], Link]
 class AsyncEngineClient:
     """An `EngineClient` over any link."""
 
-    def __init__(self, start: StartLink, *, restart: bool = False) -> None:
-        """Start the engine; needs a running asyncio loop, and belongs to it.
-
-        Args:
-            start: starts an engine, and again after a death if `restart`.
-            restart: replace an engine that dies after it was ready. One that fails to start is
-                not tried again.
-        """
-        self._start_link, self._restart = start, restart
+    def __init__(self, start: StartLink) -> None:
+        """Start the engine; needs a running asyncio loop, and belongs to it."""
         self._loop = asyncio.get_running_loop()
         # The engine knows requests by numbers of this client's own: a caller may use a name again
         # while the engine still talks of the request that had it before.
@@ -88,14 +80,9 @@ class AsyncEngineClient:
         self._death: MuseSparkError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._generation = 0
-        self._start()
-
-    def _start(self) -> None:
         self._state = EngineState.STARTING
         self._settled, self._gone = asyncio.Event(), asyncio.Event()  # ready or dead; dead
-        self._generation += 1
-        self._link = self._start_link(functools.partial(self._deliver, self._generation))
+        self._link = start(self._deliver)
 
     # --- EngineClient
 
@@ -154,7 +141,6 @@ class AsyncEngineClient:
                 self._state = EngineState.DRAINING
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._idle.wait(), drain_seconds)
-            self._restart = False
             self._link.send(Shutdown())
             if self._state is not EngineState.STARTING:  # loading is not worth waiting for
                 self._state = EngineState.DRAINING
@@ -165,14 +151,12 @@ class AsyncEngineClient:
 
     # --- messages
 
-    def _deliver(self, generation: int, message: FromEngine) -> None:
+    def _deliver(self, message: FromEngine) -> None:
         """Take a message, in whichever thread reads them."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._receive, generation, message)
+            self._loop.call_soon_threadsafe(self._receive, message)
 
-    def _receive(self, generation: int, message: FromEngine) -> None:
-        if generation != self._generation:
-            return  # of an engine that has been replaced
+    def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
             self._stats = message.stats
             for output in message.outputs:
@@ -196,14 +180,10 @@ class AsyncEngineClient:
                 self._remove(stream)
 
     def _take_last(self, message: Failed | Stopped) -> None:
-        was_ready = self._state is EngineState.READY
         self._link.kill()
         self._gone.set()
         if isinstance(message, Stopped):
             self._die(EngineDeadError("The engine was shut down."))
-        elif was_ready and self._restart:
-            self._fail_streams(_error(message))
-            self._start()
         else:
             self._die(_error(message))
 

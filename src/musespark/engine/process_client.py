@@ -23,20 +23,15 @@ from musespark.engine.thread_client import BuildEngine, EngineLink, serve_engine
 from musespark.engine.wire import decode, encode
 
 
-def start_process_client(
-    build: BuildEngine, *, max_queue_len: int = 1024, restart: bool = False
-) -> AsyncEngineClient:
+def start_process_client(build: BuildEngine, *, max_queue_len: int = 1024) -> AsyncEngineClient:
     """An engine in a new process; call it from a running asyncio loop, then await `wait_ready()`.
 
     Args:
         build: makes the engine, in the new process, so it must be something to import, or a
             functools.partial of that.
         max_queue_len: requests that may wait.
-        restart: start another one if it dies.
     """
-    return AsyncEngineClient(
-        lambda deliver: ProcessLink(build, max_queue_len, deliver), restart=restart
-    )
+    return AsyncEngineClient(lambda deliver: ProcessLink(build, max_queue_len, deliver))
 
 
 class ProcessLink:

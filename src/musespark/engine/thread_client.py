@@ -61,9 +61,7 @@ class EngineLink:
         self.send(Shutdown())
 
 
-def start_thread_client(
-    build: BuildEngine, *, max_queue_len: int = 1024, restart: bool = False
-) -> AsyncEngineClient:
+def start_thread_client(build: BuildEngine, *, max_queue_len: int = 1024) -> AsyncEngineClient:
     """An engine in a thread; call it from a running asyncio loop, then await `wait_ready()`."""
 
     def start(deliver: Deliver) -> Link:
@@ -74,4 +72,4 @@ def start_thread_client(
         ).start()
         return link
 
-    return AsyncEngineClient(start, restart=restart)
+    return AsyncEngineClient(start)

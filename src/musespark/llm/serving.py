@@ -17,7 +17,6 @@ def launch_engine(
     device: str | None = None,
     dtype: str | None = None,
     revision: str | None = None,
-    restart: bool = False,
     in_process: bool = False,
 ) -> EngineClient:
     """Start loading a model and return at once; await `wait_ready()` of the result.
@@ -30,11 +29,10 @@ def launch_engine(
         device: "cpu" or "cuda"; None: CUDA where there is a device.
         dtype: as for `load_decoder`.
         revision: branch, tag or commit of a Hugging Face repository.
-        restart: start another engine if it dies while it serves.
         in_process: run it in a thread of this process instead, for tests and notebooks.
     """
     build = functools.partial(
         build_engine, model, config, device=device, dtype=dtype, revision=revision
     )
     start = start_thread_client if in_process else start_process_client
-    return start(build, max_queue_len=config.max_queue_len, restart=restart)
+    return start(build, max_queue_len=config.max_queue_len)

@@ -31,6 +31,7 @@ from musespark.config.model import DecoderConfig
 from musespark.config.quantization import QuantizationConfig
 from musespark.config.sampling import SamplingParams
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.executor import InProcessExecutor
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner
 from musespark.model.decoder import Decoder
@@ -491,7 +492,9 @@ def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
         runner = ModelRunner(decoder, KVCacheSpec(BLOCK_SIZE, blocks, blocks))
         layout = CacheLayout(BLOCK_SIZE, blocks, blocks, WINDOW)
         limits = EngineLimits(V, 1024, count, 64 * count, frozenset(), prefix_caching=False)
-        engine = Engine(runner, layout, limits, with_masks=DEVICE.type != "cuda")
+        masks = DEVICE.type != "cuda"
+        executor = InProcessExecutor(runner, layout, count, with_masks=masks)
+        engine = Engine(executor, layout, limits)
         params = SamplingParams(temperature=0, max_tokens=num_steps + 20)
         for number in range(count):
             engine.add_request([(7 * number + i) % V for i in range(64)], params)

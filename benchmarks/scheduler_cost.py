@@ -21,6 +21,7 @@ from torch import Tensor
 from musespark.config.sampling import SamplingParams
 from musespark.engine.client import EngineOutput
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.executor import InProcessExecutor
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.messages import Outputs
 from musespark.engine.wire import encode
@@ -67,7 +68,7 @@ def make_engine(num_seqs: int) -> Engine:
         max_num_batched_tokens=8192,
         eos_token_ids=frozenset(),
     )
-    return Engine(NoModel(num_seqs), layout, limits)
+    return Engine(InProcessExecutor(NoModel(num_seqs), layout, num_seqs), layout, limits)
 
 
 def measure(name: str, num_seqs: int, with_loop: bool) -> dict[str, object]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.executor import InProcessExecutor
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.errors import CapacityError
 from musespark.model.batch import ForwardBatch
@@ -63,7 +64,8 @@ def build(step_seconds: float = 0.0, hook: Callable[[ForwardBatch], None] | None
         device="cpu",
         structured_output=False,
     )
-    return Engine(HookedModel(LAYOUT, before), LAYOUT, limits), info
+    executor = InProcessExecutor(HookedModel(LAYOUT, before), LAYOUT, limits.max_num_seqs)
+    return Engine(executor, LAYOUT, limits), info
 
 
 def build_slow():

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from musespark.config.sampling import SamplingParams
-from musespark.engine.engine import Engine, EngineLimits, Runner
+from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.executor import InProcessExecutor, Runner
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.request import FinishReason, TokenLogprobs
 from musespark.engine.runner import ModelRunner
@@ -85,6 +86,7 @@ def engine_for(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 512,
     eos_token_ids: Sequence[int] = (),
+    depth: int = 1,
 ) -> Engine:
     """An engine with limits that tests need not name."""
     limits = EngineLimits(
@@ -94,7 +96,8 @@ def engine_for(
         max_num_batched_tokens=max_num_batched_tokens,
         eos_token_ids=frozenset(eos_token_ids),
     )
-    return Engine(runner, layout, limits)
+    executor = InProcessExecutor(runner, layout, max_num_seqs, depth=depth)
+    return Engine(executor, layout, limits)
 
 
 def finish(engine: Engine, results: dict[int, Finished] | None = None) -> dict[int, Finished]:

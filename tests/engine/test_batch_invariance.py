@@ -11,6 +11,7 @@ from tests.engine.harness import GREEDY, layout_for
 
 from musespark.config.engine import EngineConfig
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.executor import InProcessExecutor
 from musespark.engine.runner import OneByOneRunner
 from musespark.errors import ConfigError
 from musespark.llm.loading import load_decoder
@@ -41,7 +42,8 @@ def new_engine(decoder, num_blocks: int) -> Engine:
         eos_token_ids=frozenset(),
         fixed_chunk=CHUNK,
     )
-    return Engine(OneByOneRunner(decoder, spec), layout, limits)
+    executor = InProcessExecutor(OneByOneRunner(decoder, spec), layout, limits.max_num_seqs)
+    return Engine(executor, layout, limits)
 
 
 def run(engine, requests):

@@ -14,6 +14,7 @@ from musespark.config.sampling import SamplingParams
 from musespark.config.structured_output import AnswerScope, StructuredOutput
 from musespark.engine.client import EngineInfo, EngineRequest
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.executor import InProcessExecutor
 from musespark.engine.grammar import GrammarCompiler, pack_bitmask, unpack_bitmask
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.request import FinishReason
@@ -72,7 +73,8 @@ def new_engine(model=None, eos=(EOT,)):
     vocabulary = [bytes([i]) for i in range(256)] + [b""] * 6
     layout = CacheLayout(16, 200, 0, 8)
     limits = EngineLimits(VOCAB, 400, 16, 256, frozenset(eos))
-    return Engine(model or NoiseModel(), layout, limits, GrammarCompiler(vocabulary, VOCAB))
+    executor = InProcessExecutor(model or NoiseModel(), layout, 16)
+    return Engine(executor, layout, limits, GrammarCompiler(vocabulary, VOCAB))
 
 
 def generate(engine, requests):
@@ -219,7 +221,8 @@ def test_a_pattern_that_slows_everybody_down_is_given_up():
 
 def test_an_engine_without_a_vocabulary_refuses():
     layout = CacheLayout(16, 200, 0, 8)
-    engine = Engine(NoiseModel(), layout, EngineLimits(VOCAB, 400, 16, 256, frozenset()))
+    executor = InProcessExecutor(NoiseModel(), layout, 16)
+    engine = Engine(executor, layout, EngineLimits(VOCAB, 400, 16, 256, frozenset()))
     with pytest.raises(RequestError, match=r"musespark\[structured\]"):
         engine.compile_grammar(StructuredOutput.json_object())
 

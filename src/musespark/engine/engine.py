@@ -1,11 +1,11 @@
-"""The engine: schedule, build inputs, run, sample, commit."""
+"""The engine: schedule, plan, submit, collect, sample, commit."""
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,28 +14,15 @@ from musespark.config.sampling import SamplingParams
 from musespark.config.structured_output import StructuredOutput
 from musespark.engine.checks import check_request
 from musespark.engine.client import EngineStats
+from musespark.engine.executor import Executor
 from musespark.engine.grammar import Grammar, GrammarCompiler, new_bitmask, unpack_bitmask
-from musespark.engine.inputs import InputBuilder
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.prompt_logprobs import take_prompt_logprobs, wants_prompt_logprobs
 from musespark.engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
 from musespark.engine.sampler import SampledTokens, Sampler
 from musespark.engine.scheduler import ScheduledRequest, Scheduler
+from musespark.engine.step_plan import StepPlan, StepPlanner
 from musespark.errors import RequestError
-from musespark.model.batch import ForwardBatch
-
-
-class Runner(Protocol):
-    """What runs a batch: a `ModelRunner`, or a stand-in in tests."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches must be."""
-        ...
-
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits [N, V] float32 of the batch's wanted rows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +56,26 @@ class NewToken(NamedTuple):
     """With the first token of output 0, where asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that has been submitted and not collected."""
+
+    schedule: list[ScheduledRequest]
+    plan: StepPlan
+
+
 class Engine:
-    """Runs requests together, one step at a time."""
+    """Runs requests together, step by step."""
 
     def __init__(
         self,
-        runner: Runner,
+        executor: Executor,
         layout: CacheLayout,
         limits: EngineLimits,
         grammars: GrammarCompiler | None = None,
-        *,
-        with_masks: bool = True,
     ) -> None:
-        """`grammars` is None where output cannot be constrained; `with_masks` is False for a runner
-        that never reads the masks of a batch."""
-        self._runner, self._grammars = runner, grammars
+        """`grammars` is None where output cannot be constrained."""
+        self._executor, self._grammars = executor, grammars
         self._limits = limits
         self.scheduler = Scheduler(
             layout,
@@ -91,11 +83,11 @@ class Engine:
             limits.max_num_batched_tokens,
             prefix_caching=limits.prefix_caching,
             fixed_chunk=limits.fixed_chunk,
+            depth=executor.depth,
         )
-        self._inputs = InputBuilder(
-            layout, limits.max_num_seqs, runner.device, with_masks=with_masks
-        )
-        self._sampler = Sampler(limits.max_num_seqs, runner.device)
+        self._planner = StepPlanner(layout, limits.max_num_seqs)
+        self._sampler = Sampler(limits.max_num_seqs, executor.device)
+        self._under_way: deque[_Step] = deque()
         self._outputs: dict[int, dict[int, Request]] = {}
         self._next_id = 0
         self._finished: Counter[str] = Counter()
@@ -104,8 +96,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
-        return self.scheduler.has_work
+        """Whether `step` would do anything of use."""
+        return self.scheduler.has_work or any(step.schedule for step in self._under_way)
 
     def compile_grammar(self, wanted: StructuredOutput) -> Grammar:
         """A grammar for `add_request`; may be called from another thread.
@@ -179,27 +171,67 @@ class Engine:
         return ended[::-1]
 
     def step(self) -> list[NewToken]:
-        """Run one batch; returns the tokens it produced."""
+        """Submit a step, and collect the oldest one if as many are under way as can be, or if no
+        further one can begin; returns the tokens that this brought.
+
+        An executor in lockstep gets a step whether or not there is anything to run.
+        """
         started = time.perf_counter()
+        is_new = self._submit()
+        assert is_new or self._under_way or not self.has_work, "the scheduler found nothing to run"
+        results: list[NewToken] = []
+        is_full = len(self._under_way) == self._executor.depth
+        if is_full or (self._under_way and not is_new):
+            results = self._collect()
+        self._num_steps += is_new
+        self._step_seconds += time.perf_counter() - started
+        return results
+
+    def drain(self) -> None:
+        """Abort every request, and take up what is under way, so that the executor can end."""
+        for request_id in list(self._outputs):
+            self.abort(request_id)
+        while self._under_way:
+            self._collect()
+
+    def _submit(self) -> bool:
+        """Begin a step; returns whether there was one to begin."""
         schedule = self.scheduler.schedule()
-        if not schedule:
-            assert not self.has_work, "the scheduler found nothing to run"
-            return []
+        if not schedule and not self._executor.in_lockstep:
+            return False
         # Sequences with a single new token attend together, so they must be first.
         schedule.sort(key=lambda item: item[1] > 1)
-        batch = self._inputs.build(schedule)
-        built = time.perf_counter()
-        logits = self._runner.run(batch)
+        step = _Step(schedule, self._planner.plan(schedule))
+        self._executor.submit(step.plan)
+        for request, _ in schedule:
+            request.is_under_way = True
+        self._under_way.append(step)
+        return True
+
+    def _collect(self) -> list[NewToken]:
+        """The tokens of the oldest step."""
+        started = time.perf_counter()
+        step = self._under_way.popleft()
+        logits = self._executor.collect()
+        schedule, logits = self._still_wanted(step, logits)
         sampling = [item for item in schedule if item.samples]
         if any(wants_prompt_logprobs(item.request) for item in schedule):
             logits = take_prompt_logprobs(schedule, logits)
         sampled = self._sample(logits, [item.request for item in sampling])
         # Only now is it known that a GPU has finished: the sampled tokens are here.
-        self._model_seconds += time.perf_counter() - built
-        results = self._commit_all(schedule, sampling, sampled)
-        self._num_steps += 1
-        self._step_seconds += time.perf_counter() - started
-        return results
+        self._model_seconds += time.perf_counter() - started
+        return self._commit_all(schedule, sampling, sampled)
+
+    def _still_wanted(self, step: _Step, logits: Tensor) -> tuple[list[ScheduledRequest], Tensor]:
+        """A step without the requests that were aborted while it was under way."""
+        for request, _ in step.schedule:
+            request.is_under_way = False
+        wanted = [item.request.status is RequestStatus.RUNNING for item in step.schedule]
+        if all(wanted):
+            return step.schedule, logits
+        rows = torch.tensor(step.plan.rows_of(wanted), dtype=torch.int64, device=logits.device)
+        kept = [item for item, is_wanted in zip(step.schedule, wanted, strict=True) if is_wanted]
+        return kept, logits.index_select(0, rows)
 
     def stats(self) -> EngineStats:
         """What has happened so far."""
@@ -237,6 +269,8 @@ class Engine:
         return results
 
     def _sample(self, logits: Tensor, requests: list[Request]) -> SampledTokens:
+        if not requests:
+            return SampledTokens([], [])
         if self._limits.fixed_chunk is None:
             return self._sampler.sample(logits, requests, self._forbidden(requests))
         token_ids, logprobs = list[int](), list[TokenLogprobs | None]()
@@ -286,7 +320,7 @@ class Engine:
         bitmask = new_bitmask(len(active), vocab_size)
         for place, (_, constraint) in enumerate(active):
             constraint.fill_allowed(bitmask, place)
-        allowed = unpack_bitmask(bitmask.to(self._runner.device), vocab_size)
+        allowed = unpack_bitmask(bitmask.to(self._executor.device), vocab_size)
         return [row for row, _ in active], ~allowed
 
     def _forget(self, request: Request) -> None:

@@ -1,19 +1,18 @@
-"""The only place where a schedule becomes tensors.
+"""The only place where a step's plan becomes tensors.
 
-A step changes little: most requests go on with the same blocks. So each running request's blocks
-are kept in arrays, at its slot, and only what has changed is copied there.
+Each running request's blocks are kept in arrays, at its slot, and only what a plan says to have
+changed is copied there.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.engine.request import Request
-from musespark.engine.scheduler import ScheduledRequest
+from musespark.engine.step_plan import GroupPlan, StepPlan
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.ops.attention_decode import decode_mask
 
@@ -22,6 +21,8 @@ from musespark.ops.attention_decode import decode_mask
 class _Tokens:
     """The step's tokens on the host, as both kinds of layers need them."""
 
+    slots: np.ndarray
+    """[B] place of each sequence among all that run."""
     row: np.ndarray
     """[T] sequence of each token."""
     positions: np.ndarray
@@ -47,37 +48,22 @@ class InputBuilder:
         self._full = _BlockTable(max_num_seqs)
         self._sliding = _BlockTable(max_num_seqs)
 
-    def build(self, schedule: Sequence[ScheduledRequest]) -> ForwardBatch:
-        """One step's batch. `schedule` lists the requests with a single new token first."""
-        token_ids: list[int] = []
-        query_start = [0]
-        logit_rows: list[int] = []
-        num_decodes = 0
-        for request, count in schedule:
-            first = request.num_computed_tokens
-            if count == 1:
-                num_decodes += 1
-                prompt, outputs = request.prompt_token_ids, request.output_token_ids
-                place = first - len(prompt)
-                token_ids.append(outputs[place] if place >= 0 else prompt[first])
-            else:
-                token_ids += request.token_ids(first, first + count)
-            end = len(token_ids)
-            query_start.append(end)
-            logit_rows += wanted_rows(request, count, end)
-        computed = np.array([request.num_computed_tokens for request, _ in schedule])
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        """One step's batch. Plans must come in order, and each of them."""
+        computed = _array(plan.num_computed)  # [B]
+        query_start = _array(plan.query_start)
         counts = np.diff(query_start)
         # Token t of sequence b is at position computed[b] + (t - query_start[b]).
-        row = np.repeat(np.arange(len(schedule)), counts)  # [T]
-        positions = np.arange(len(token_ids)) + (computed - query_start[:-1])[row]
-        tokens = _Tokens(row, positions, computed + counts, num_decodes)
-        requests = [request for request, _ in schedule]
-        full, sliding = self._full_group(tokens, requests), self._sliding_group(tokens, requests)
+        row = np.repeat(np.arange(len(computed)), counts)  # [T]
+        positions = np.arange(len(plan.token_ids)) + (computed - query_start[:-1])[row]
+        tokens = _Tokens(_array(plan.slots), row, positions, computed + counts, plan.num_decodes)
+        full = self._group(self._full, tokens, plan.full, None)
+        sliding = self._group(self._sliding, tokens, plan.sliding, self._layout.sliding_window)
         sent = iter(
             self._send(
-                np.array(token_ids),
+                _array(plan.token_ids),
                 positions,
-                np.array(logit_rows, dtype=np.int64),
+                _array(plan.logit_rows),
                 tokens.seq_lens,
                 *full.arrays(),
                 *sliding.arrays(),
@@ -87,41 +73,24 @@ class InputBuilder:
         return ForwardBatch(
             token_ids=ids,
             positions=places,
-            query_start=tuple(query_start),
+            query_start=tuple(plan.query_start),
             seq_lens=tuple(tokens.seq_lens.tolist()),
-            num_decodes=num_decodes,
+            num_decodes=plan.num_decodes,
             full=self._metadata(full, seq_lens, sent),
             sliding=self._metadata(sliding, seq_lens, sent),
             logit_rows=rows,
         )
 
-    def _full_group(self, tokens: _Tokens, requests: list[Request]) -> "_Group":
-        if not self._layout.num_full_blocks:
-            return _Group()
-        blocks = [request.full_blocks for request in requests]
-        firsts = [0] * len(requests)
-        return self._group(self._full, tokens, requests, blocks, firsts)
-
-    def _sliding_group(self, tokens: _Tokens, requests: list[Request]) -> "_Group":
-        if not self._layout.num_sliding_blocks:
-            return _Group()
-        blocks = [request.sliding_blocks for request in requests]
-        firsts = [request.first_sliding_block for request in requests]
-        group = self._group(self._sliding, tokens, requests, blocks, firsts)
-        return replace(group, window=self._layout.sliding_window)
-
     def _group(
-        self,
-        table: "_BlockTable",
-        tokens: _Tokens,
-        requests: list[Request],
-        blocks: list[list[int]],
-        firsts: list[int],
+        self, table: "_BlockTable", tokens: _Tokens, plan: GroupPlan | None, window: int | None
     ) -> "_Group":
         """One group's block table and slots; a table begins at each sequence's first block."""
+        if plan is None:
+            return _Group()
         size = self._layout.block_size
-        block_table = table.rows([request.slot for request in requests], blocks, firsts)
-        first_blocks = np.array(firsts)
+        table.update(plan.updates)
+        block_table = table.rows(tokens.slots, max(plan.num_blocks, default=0))
+        first_blocks = _array(plan.first_blocks)
         column = tokens.positions // size - first_blocks[tokens.row]
         slots = block_table[tokens.row, column] * size + tokens.positions % size
         return _Group(
@@ -130,7 +99,8 @@ class InputBuilder:
             key_start=first_blocks * size,
             num_decodes=tokens.num_decodes,
             # The table is as wide as the step's longest sequence; what decodes may be shorter.
-            decode_width=max(map(len, blocks[: tokens.num_decodes]), default=0),
+            decode_width=max(plan.num_blocks[: tokens.num_decodes], default=0),
+            window=window,
         )
 
     def _metadata(
@@ -190,41 +160,21 @@ class _BlockTable:
 
     def __init__(self, num_slots: int) -> None:
         self._table = np.zeros((num_slots, 16), dtype=np.int64)
-        # What each row holds a copy of: the list itself, its length then, and its first number.
-        self._sources: list[list[int] | None] = [None] * num_slots
-        self._lengths = [0] * num_slots
-        self._firsts = [0] * num_slots
 
-    def rows(self, slots: list[int], blocks: list[list[int]], firsts: list[int]) -> np.ndarray:
-        """[B, N] blocks of the requests at `slots`; what is behind a row's end means nothing."""
-        for slot, source, first in zip(slots, blocks, firsts, strict=True):
-            if (
-                self._sources[slot] is not source
-                or self._lengths[slot] != len(source)
-                or self._firsts[slot] != first
-            ):
-                self._copy(slot, source, first)
-        width = max(map(len, blocks))
+    def update(self, updates: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Take over what has changed: (slot, place, blocks from there on)."""
+        for slot, place, blocks in updates:
+            end = place + len(blocks)
+            if end > self._table.shape[1]:
+                grown = np.zeros((self._table.shape[0], 2 * end), dtype=np.int64)
+                grown[:, : self._table.shape[1]] = self._table
+                self._table = grown
+            self._table[slot, place:end] = blocks
+
+    def rows(self, slots: np.ndarray, width: int) -> np.ndarray:
+        """[B, N] blocks of the sequences at `slots`; what is behind a row's end means nothing."""
         return self._table[slots, :width]
 
-    def _copy(self, slot: int, source: list[int], first: int) -> None:
-        start = self._lengths[slot]
-        if self._sources[slot] is not source or self._firsts[slot] != first:
-            start = 0
-        length = len(source)
-        if length > self._table.shape[1]:
-            grown = np.zeros((self._table.shape[0], 2 * length), dtype=np.int64)
-            grown[:, : self._table.shape[1]] = self._table
-            self._table = grown
-        self._table[slot, start:length] = source[start:]
-        self._sources[slot], self._lengths[slot] = source, length
-        self._firsts[slot] = first
 
-
-def wanted_rows(request: Request, count: int, end: int) -> range:
-    """The rows, of a request's `count` up to `end`, whose logits are needed: the last, if it is
-    the request's last token; all, if they predict prompt tokens whose log-probability is wanted."""
-    if request.params.prompt_logprobs is not None and not request.output_token_ids:
-        return range(end - count, end)
-    samples = count == request.num_uncomputed_tokens
-    return range(end - samples, end)
+def _array(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)

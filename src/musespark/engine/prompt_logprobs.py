@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from musespark.engine.inputs import wanted_rows
 from musespark.engine.request import Request
 from musespark.engine.sampler import token_logprobs
 from musespark.engine.scheduler import ScheduledRequest
+from musespark.engine.step_plan import wanted_rows
 
 
 def wants_prompt_logprobs(request: Request) -> bool:

@@ -49,11 +49,13 @@ class Scheduler:
         *,
         prefix_caching: bool = True,
         fixed_chunk: int | None = None,
+        depth: int = 1,
     ) -> None:
-        """With `fixed_chunk`, which must leave room for `max_num_seqs` tokens beside it, prompts
+        """So many steps may be under way at once as `depth` says, of different requests. With
+        `fixed_chunk`, which must leave room for `max_num_seqs` tokens beside it, prompts
         are read in exactly such chunks, and outputs one token at a time even when they are computed
         again: so what a request runs through does not depend on the others."""
-        self.layout, self._fixed_chunk = layout, fixed_chunk
+        self.layout, self._fixed_chunk, self._depth = layout, fixed_chunk, depth
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.blocks = KVBlocks(layout, prefix_caching=prefix_caching, fixed_chunk=fixed_chunk)
@@ -88,15 +90,21 @@ class Scheduler:
         self._start_followers(request)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Choose the next step's requests, those that decode first, and give them blocks."""
+        """Choose the next step's requests, those that decode first, and give them blocks.
+
+        Requests that are under way are left out; their blocks stay as they are.
+        """
         budget = self.max_num_batched_tokens
+        places = self._num_places()
         preemptions = self.num_preemptions
         scheduled: list[ScheduledRequest] = []
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running:
+            if request.is_under_way:
+                continue
             (decodes if request.num_uncomputed_tokens == 1 else prefills).append(request)
-        for request in decodes + prefills:
+        for request in (decodes + prefills)[:places]:
             if request.status is not RequestStatus.RUNNING or budget == 0:
                 continue  # preempted meanwhile, or left for the next step
             count = self._chunk(request, budget)
@@ -109,7 +117,7 @@ class Scheduler:
                 scheduled = self._make_room(request, count, scheduled)
                 budget = self.max_num_batched_tokens - sum(item[1] for item in scheduled)
         if preemptions == self.num_preemptions:
-            scheduled += self._admit(budget)
+            scheduled += self._admit(budget, places - len(scheduled))
         return scheduled
 
     def commit(self, item: ScheduledRequest, token_id: int | None) -> None:
@@ -144,17 +152,25 @@ class Scheduler:
     ) -> list[ScheduledRequest]:
         """Preempt from the end until the request's next tokens fit, or it is preempted itself."""
         while not self.blocks.allocate(request, count):
-            victim = self.running[-1]
+            victim = next(other for other in reversed(self.running) if not other.is_under_way)
+            if victim is request and any(other.is_under_way for other in self.running):
+                return scheduled  # until those have come back
             scheduled = [item for item in scheduled if item.request is not victim]
             self._preempt(victim)
             if victim is request:
                 return scheduled
         return [*scheduled, ScheduledRequest(request, count)]
 
-    def _admit(self, budget: int) -> list[ScheduledRequest]:
+    def _num_places(self) -> int:
+        """Requests of one step at most: an equal share of all for each step under way."""
+        if self._depth == 1:
+            return self.max_num_seqs
+        return -(-min(self.max_num_seqs, len(self.running) + self.num_waiting) // self._depth)
+
+    def _admit(self, budget: int, places: int) -> list[ScheduledRequest]:
         """Start requests from the head of the queue while there is room for them."""
-        admitted = []
-        while budget and self.waiting and self._free_slots:
+        admitted: list[ScheduledRequest] = []
+        while budget and len(admitted) < places and self.waiting and self._free_slots:
             request = self.waiting[0]
             if self._is_refused_again(request):
                 break

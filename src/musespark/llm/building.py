@@ -11,6 +11,7 @@ from musespark.config.engine import EngineConfig
 from musespark.engine.capacity import free_memory, plan_kv_cache
 from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
+from musespark.engine.executor import InProcessExecutor
 from musespark.engine.grammar import GrammarCompiler, has_grammar_library
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner, OneByOneRunner
@@ -86,7 +87,8 @@ def build_engine(
         structured_output=grammars is not None,
     )
     runner = (OneByOneRunner if config.batch_invariant else ModelRunner)(decoder, plan.spec)
-    return Engine(runner, layout, limits, grammars, with_masks=runner.reads_masks), info
+    executor = InProcessExecutor(runner, layout, config.max_num_seqs, with_masks=runner.reads_masks)
+    return Engine(executor, layout, limits, grammars), info
 
 
 def _grammar_compiler(folder: Path, vocab_size: int) -> GrammarCompiler | None:

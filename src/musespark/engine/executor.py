@@ -1,0 +1,83 @@
+"""The seam between the engine and whatever runs its batches."""
+
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from musespark.engine.inputs import InputBuilder
+from musespark.engine.kv_blocks import CacheLayout
+from musespark.engine.step_plan import StepPlan
+from musespark.model.batch import ForwardBatch
+
+
+class Executor(Protocol):
+    """Runs steps in the order in which they are submitted."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way at once, so that all stages of a pipeline are busy."""
+        ...
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether other engines take part in each step, so that one without work runs it too."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step; at most `depth` may be under way."""
+        ...
+
+    def collect(self) -> Tensor:
+        """Logits [N, V] float32 of the wanted rows of the oldest step under way."""
+        ...
+
+
+class Runner(Protocol):
+    """What runs a batch: a `ModelRunner`, or a stand-in in tests."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must be."""
+        ...
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Logits [N, V] float32 of the batch's wanted rows."""
+        ...
+
+
+class InProcessExecutor:
+    """One process holds the whole model."""
+
+    in_lockstep = False
+
+    def __init__(
+        self,
+        runner: Runner,
+        layout: CacheLayout,
+        max_num_seqs: int,
+        *,
+        with_masks: bool = True,
+        depth: int = 1,
+    ) -> None:
+        """`with_masks` is False for a runner that never reads the masks of a batch; a `depth` above
+        1 gains nothing here, and shows in tests what a pipeline does to the engine."""
+        self._runner, self.depth = runner, depth
+        self._inputs = InputBuilder(layout, max_num_seqs, runner.device, with_masks=with_masks)
+        self._batches: deque[ForwardBatch] = deque()
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    def submit(self, plan: StepPlan) -> None:
+        self._batches.append(self._inputs.build(plan))
+
+    def collect(self) -> Tensor:
+        return self._runner.run(self._batches.popleft())

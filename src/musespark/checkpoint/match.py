@@ -196,6 +196,8 @@ def _remedy(misfits: _Misfits, reader: CheckpointReader) -> str:
             "a MuseSparkTextModel saved alone has no output projection; save the "
             "MuseSparkForConditionalGeneration it belongs to, or add lm_head.weight."
         )
+    if "fc.weight" in reader:
+        return "use the config.json and the weights of one and the same save of a DSpark draft."
     if misfits.missing or misfits.unexpected:
         return (
             "use the config.json and the weights of one and the same save, under the names that "

@@ -82,3 +82,9 @@ def find_prefix(reader: CheckpointReader) -> str:
 def is_skipped(name: str) -> bool:
     """Whether a text engine leaves this key of the checkpoint unread, knowingly."""
     return _SKIPPED.fullmatch(name) is not None
+
+
+def is_skipped_of_draft(name: str) -> bool:
+    """Whether this key of a DSpark draft's checkpoint is left unread, knowingly: the inverse of
+    d2t, and copies of the target's own embeddings."""
+    return re.fullmatch(r"t2d|embed_tokens\.weight|mask_embedding(\.weight)?", name) is not None

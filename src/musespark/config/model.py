@@ -21,7 +21,7 @@ ScoringFunction = Literal["sigmoid", "softmax"]
 
 # Fields of a transformers text config that say nothing about this model's forward pass: training
 # and bookkeeping, generation defaults, and the output switches of transformers itself.
-_IRRELEVANT_FIELDS = (
+IRRELEVANT_FIELDS = (
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward",
     "dtype", "id2label", "initializer_range", "is_encoder_decoder", "keys_to_ignore_at_inference",
     "label2id", "model_type", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -171,7 +171,7 @@ class DecoderConfig:
             quantization=quantization,
         )
         _refuse_unsupported(reader)
-        reader.ignore(*_IRRELEVANT_FIELDS)
+        reader.ignore(*IRRELEVANT_FIELDS)
         reader.finish()
         _check_sizes(config, reader)
         return config

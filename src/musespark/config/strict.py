@@ -94,6 +94,17 @@ class FieldReader:
             raise self.error(name, f"must be greater than 0, found {value!r}.")
         return value
 
+    def take_choice(self, name: str, choices: tuple[str, ...], default: Any = _MISSING) -> Any:
+        """Like `take`, for a string that must be one of `choices`."""
+        value = self.take(name, str, default)
+        if value is not None and value not in choices:
+            raise self.error(
+                name,
+                f"must be one of {', '.join(map(repr, choices))}; found {value!r}"
+                f"{_nearest(value, choices)}.",
+            )
+        return value
+
     def take_layer_list(
         self, name: str, num_layers: int, kind: type, choices: Iterable[Any] = ()
     ) -> list[Any]:

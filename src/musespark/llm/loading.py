@@ -4,15 +4,18 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from musespark.checkpoint.load import Progress, load_weights
-from musespark.checkpoint.names import find_prefix
+from musespark.checkpoint.names import find_prefix, is_skipped_of_draft
 from musespark.checkpoint.shards import CheckpointReader
 from musespark.checkpoint.source import resolve_checkpoint
+from musespark.config.draft import DraftConfig
 from musespark.config.model import DecoderConfig
 from musespark.config.parallel import MoEBackend, Parallelism
 from musespark.errors import ConfigError
 from musespark.model.decoder import Decoder
+from musespark.model.draft import DraftDecoder
 from musespark.moe.deployment import validate_deployment
 from musespark.ops.linear import bfloat16_is_fast
 
@@ -63,6 +66,39 @@ def load_decoder(
         load_weights(slots, reader, progress=progress)
     decoder.finish_loading()
     return decoder
+
+
+def load_draft(
+    draft: str | Path,
+    target: DecoderConfig,
+    embedding: Tensor,
+    *,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> DraftDecoder:
+    """Load a DSpark draft for `target`, ready to run, on the device of `embedding`.
+
+    Args:
+        draft: a folder, a packaged draft's name, or a Hugging Face repository id.
+        target: the model it is to propose tokens for.
+        embedding: [V, D] the target's whole embedding table; kept, not copied.
+        dtype: compute dtype, the target's own.
+        revision: branch, tag or commit of a Hugging Face repository.
+        progress: told the bytes loaded so far and in all.
+
+    Raises:
+        ConfigError: the config is unsupported, or of a draft for another target.
+        CheckpointError: files are missing, damaged, or do not fit the config or the target.
+    """
+    folder = resolve_checkpoint(str(draft), revision)
+    config = DraftConfig.from_folder(folder)
+    model = DraftDecoder(config, target, embedding, dtype=dtype, device=embedding.device)
+    with CheckpointReader.open(folder) as reader:
+        slots = model.weight_slots(reader.__contains__)
+        load_weights(slots, reader, progress=progress, elsewhere=is_skipped_of_draft)
+    model.finish_loading()
+    return model
 
 
 def _checked_device(device: str | torch.device) -> torch.device:

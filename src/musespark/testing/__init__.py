@@ -5,5 +5,13 @@ Needs torch alone, so that anything that reads checkpoints can be tried without 
 
 from musespark.testing.checkpoints import config_json, make_checkpoint, tensor_shapes
 from musespark.testing.configs import tiny_config
+from musespark.testing.drafts import draft_fields, make_draft
 
-__all__ = ["config_json", "make_checkpoint", "tensor_shapes", "tiny_config"]
+__all__ = [
+    "config_json",
+    "draft_fields",
+    "make_checkpoint",
+    "make_draft",
+    "tensor_shapes",
+    "tiny_config",
+]

@@ -31,7 +31,7 @@ def rotate_pairs(x, positions, theta):
 class Proposed:
     token_ids: list[int]
     logits: Tensor
-    confidences: Tensor | None
+    confidences: Tensor
 
 
 class ReferenceDraft:
@@ -172,5 +172,5 @@ class ReferenceDraft:
             picked = int(logits[-1].argmax())
             previous = picked + int(self.w["d2t"][picked])
             tokens.append(previous)
-        stacked = torch.cat(confidences) if confidences else None
+        stacked = torch.cat(confidences) if confidences else torch.ones(num_tokens)
         return Proposed(tokens, torch.stack(logits), stacked)

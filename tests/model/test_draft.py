@@ -7,12 +7,16 @@ import torch
 from safetensors.torch import load_file
 from tests.model.draft_reference import ReferenceDraft
 
+from musespark.config.draft import DraftConfig
 from musespark.llm.loading import load_draft
-from musespark.model.draft import DraftContext, allocate_draft_cache, draft_bytes_per_block
+from musespark.model.draft import DraftContext, PagedContext
+from musespark.model.draft_cache import allocate_draft_cache, draft_bytes_per_block, draft_kinds
+from musespark.model.kv_cache import KVCacheSpec
 from musespark.testing import draft_fields, make_draft, tiny_config
 
 TARGET = tiny_config()
-BLOCK_SIZE, NUM_BLOCKS = 4, 64
+BLOCK_SIZE, NUM_FULL, NUM_SLIDING = 4, 64, 70
+SPEC = KVCacheSpec(BLOCK_SIZE, NUM_FULL, NUM_SLIDING)
 LENGTHS = [37, 1, 12, 5, 0]
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -21,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window 1": {"global_attn_cfg": [1]},
     "window 3": {"global_attn_cfg": [3]},
     "window beyond the context": {"global_attn_cfg": [1000]},
+    "window of the target": {"global_attn_cfg": [8]},
     "cycle": {"num_hidden_layers": 5, "every_n_layers_nope": 3, "global_attn_cfg": [6, 3, 0]},
     "windows without a cycle": {"num_hidden_layers": 3, "global_attn_cfg": [6, 0]},
     "no rope": {"use_rope": False},
@@ -97,7 +102,7 @@ class Pair:
         ]
 
 
-@pytest.fixture(scope="module", params=VARIANTS.items(), ids=VARIANTS)
+@pytest.fixture(scope="module", params=list(VARIANTS.items()), ids=list(VARIANTS))
 def pair(request, tmp_path_factory, embedding):
     _, overrides = request.param
     return Pair(tmp_path_factory.mktemp("draft") / "d", embedding, **overrides)
@@ -106,7 +111,7 @@ def pair(request, tmp_path_factory, embedding):
 def new_caches(draft):
     """Full of numbers that no draft would write."""
     caches = allocate_draft_cache(
-        draft.config, NUM_BLOCKS, BLOCK_SIZE, dtype=draft.dtype, device=draft.device
+        draft.config, TARGET, SPEC, dtype=draft.dtype, device=draft.device
     )
     for cache in caches:
         cache.key.uniform_(-50, 50, generator=seeded(3))
@@ -114,26 +119,36 @@ def new_caches(draft):
     return caches
 
 
-def tables():
+def tables(seed):
     """Shuffled blocks of all sequences, as wide as the longest needs and two more."""
     width = -(-max(LENGTHS) // BLOCK_SIZE) + 2
-    order = torch.randperm(NUM_BLOCKS, generator=seeded(5))
+    order = torch.randperm(NUM_FULL, generator=seeded(seed))
     return order[: len(LENGTHS) * width].view(len(LENGTHS), width)
 
 
+FULL, SLIDING = tables(5), tables(6)
+
+
+def slots(table, positions):
+    return table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
 def inject(draft, taps, caches, chunk):
-    for table, streams, length in zip(tables(), taps, LENGTHS, strict=True):
+    for row, (streams, length) in enumerate(zip(taps, LENGTHS, strict=True)):
         for start in range(0, length, chunk):
             positions = torch.arange(start, min(start + chunk, length))
-            slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-            draft.inject([s[positions] for s in streams], positions, slots, caches)
+            full, sliding = slots(FULL[row], positions), slots(SLIDING[row], positions)
+            draft.inject([s[positions] for s in streams], positions, full, sliding, caches)
 
 
-def context_of(first_block=0):
+def context_of(rows=slice(None), first_block=0, late=0):
+    lens = torch.tensor(LENGTHS)[rows] + late
     return DraftContext(
-        block_table=tables()[:, first_block:],
-        key_start=torch.full((len(LENGTHS),), first_block * BLOCK_SIZE),
-        context_lens=torch.tensor(LENGTHS),
+        context_lens=lens,
+        full=PagedContext(FULL[rows], torch.zeros_like(lens)),
+        sliding=PagedContext(
+            SLIDING[rows, first_block:], torch.full_like(lens, first_block * BLOCK_SIZE)
+        ),
     )
 
 
@@ -151,10 +166,7 @@ def test_a_batch_proposes_what_each_sequence_does_alone_without_a_cache(pair, nu
         expected = pair.reference.propose(anchor, taps, num_tokens)
         assert (proposal.logits[row] - expected.logits).abs().max() < 1e-9
         assert proposal.token_ids[row].tolist() == expected.token_ids
-        if expected.confidences is None:
-            assert proposal.confidences is None
-        else:
-            assert (proposal.confidences[row] - expected.confidences).abs().max() < 1e-9
+        assert (proposal.confidences[row] - expected.confidences).abs().max() < 1e-9
     for cache, (key, value) in zip(caches, before, strict=True):
         assert torch.equal(cache.key, key)
         assert torch.equal(cache.value, value)
@@ -180,12 +192,8 @@ def test_a_table_may_begin_where_the_window_does(tmp_path, embedding):
     caches = new_caches(pair.draft)
     inject(pair.draft, pair.taps, caches, chunk=1000)
     whole = pair.draft.propose(ANCHORS, context_of(), caches, 5)
-    later = pair.draft.propose(ANCHORS[:1], _first_row(context_of(first_block=7)), caches, 5)
+    later = pair.draft.propose(ANCHORS[:1], context_of(slice(1), first_block=7), caches, 5)
     assert (whole.logits[:1] - later.logits).abs().max() < 1e-12
-
-
-def _first_row(context):
-    return DraftContext(context.block_table[:1], context.key_start[:1], context.context_lens[:1])
 
 
 def test_another_position_is_another_proposal(released):
@@ -193,8 +201,7 @@ def test_another_position_is_another_proposal(released):
     caches = new_caches(released.draft)
     inject(released.draft, released.taps, caches, chunk=1000)
     right = released.draft.propose(ANCHORS, context_of(), caches, 3).logits
-    late = DraftContext(tables(), torch.zeros(5, dtype=torch.int64), torch.tensor(LENGTHS) + 1)
-    wrong = released.draft.propose(ANCHORS, late, caches, 3).logits
+    wrong = released.draft.propose(ANCHORS, context_of(late=1), caches, 3).logits
     assert ((right - wrong).abs().amax(dim=(1, 2)) > 1e-3).all()
 
 
@@ -243,8 +250,21 @@ def test_bfloat16_stays_near(tmp_path, embedding, packed):
     assert (exact - rounded).abs().mean() < 0.1 * exact.std()
 
 
-def test_bytes_of_a_block(released):
-    caches = new_caches(released.draft)
+def test_layers_page_with_those_of_the_target_that_keep_as_much(tmp_path, embedding):
+    """The target's window is 8."""
+    draft = Pair(tmp_path / "d", embedding, num_hidden_layers=4, global_attn_cfg=[8, 9, 0, 2]).draft
+    caches = new_caches(draft)
+    blocks = [len(cache.key) for cache in caches]
+    assert blocks == [NUM_SLIDING, NUM_FULL, NUM_FULL, NUM_SLIDING]
     held = sum(part.numel() * 8 for cache in caches for part in (cache.key, cache.value))
-    per_block = draft_bytes_per_block(released.draft.config, BLOCK_SIZE, torch.float64)
-    assert held == NUM_BLOCKS * per_block
+    full, sliding = (
+        draft_bytes_per_block(draft.config, TARGET, kind, BLOCK_SIZE, torch.float64)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    assert held == NUM_FULL * full + NUM_SLIDING * sliding
+
+
+def test_where_the_target_slides_nowhere_all_pages_are_full():
+    target = tiny_config(layer_types="full")
+    draft = DraftConfig.from_dict(draft_fields(target, global_attn_cfg=[2]))
+    assert draft_kinds(draft, target) == ["full_attention"] * 2

@@ -201,11 +201,27 @@ class DraftConfig:
                 f"mask_token_id is {self.mask_token_id}, but the target's vocabulary ends at "
                 f"{target.vocab_size - 1}"
             )
+        problems += self._unpageable(target)
         if problems:
             raise ConfigError(
                 f"draft: made for another target: {'; '.join(problems)}. Set `draft` to one that "
                 "was trained for this model, or leave it out."
             )
+
+    def _unpageable(self, target: DecoderConfig) -> list[str]:
+        """Layers that see further back than the target keeps anything."""
+        if any(layer.attention == "full_attention" for layer in target.layers):
+            return []
+        far = [
+            index
+            for index, layer in enumerate(self.layers)
+            if layer.sliding_window is None or layer.sliding_window > target.sliding_window
+        ]
+        return [
+            f"layer {index} of the draft sees further back than the target's sliding_window of "
+            f"{target.sliding_window}, and the target has no full layers"
+            for index in far[:1]
+        ]
 
     def check_num_tokens(self, num_tokens: int) -> None:
         """Refuse to propose more tokens at a time than the draft was trained for.

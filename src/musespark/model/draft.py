@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from musespark.config.draft import DraftConfig
 from musespark.config.model import DecoderConfig
 from musespark.errors import CheckpointError
+from musespark.model.draft_cache import draft_kinds
 from musespark.model.draft_layer import BlockInputs, DraftLayer, DraftNorm
 from musespark.model.kv_cache import LayerCache
 from musespark.modules.linear import Linear
-from musespark.ops.attention_block import block_view
+from musespark.ops.attention_block import BlockView, block_view
 from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
 from musespark.ops.rotary import rotary_angles
@@ -30,16 +31,26 @@ Pick = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftContext:
-    """The sequences to propose for, and where their context lies in the draft's cache."""
+class PagedContext:
+    """The draft's cache as its layers of one kind (full or sliding) see it."""
 
     block_table: Tensor
     """[B, M] int64 blocks of each sequence in order of position; the rest of a row is padding,
     which may be any valid block."""
     key_start: Tensor
     """[B] int64 position of the first key in each sequence's first block of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """The sequences to propose for, and where their context lies in the draft's cache."""
+
     context_lens: Tensor
     """[B] int64 tokens whose context was injected: the position of the anchor."""
+    full: PagedContext | None
+    """Of the layers that page with the target's full layers; None: there are none."""
+    sliding: PagedContext | None
+    """Likewise, with the target's sliding layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +61,9 @@ class Proposal:
     """[B, N] int64 of the target's vocabulary."""
     logits: Tensor
     """[B, N, V_draft] float32 that they were drawn from: capped, in the draft's vocabulary."""
-    confidences: Tensor | None
-    """[B, N] float32 how likely the target accepts each token if it accepts those before it; None
-    for a draft without a confidence head."""
+    confidences: Tensor
+    """[B, N] float32 how likely the target accepts each token if it accepts those before it; 1
+    from a draft without a confidence head."""
 
 
 def _most_likely(_place: int, logits: Tensor) -> Tensor:
@@ -162,6 +173,7 @@ class DraftDecoder(nn.Module):
         self.register_buffer("d2t", d2t, persistent=False)
         self._residual_dtype = wide if config.residual_dtype == "fp32" else dtype
         self._vocab_size = target.vocab_size
+        self._pages_full = [kind == "full_attention" for kind in draft_kinds(config, target)]
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +222,8 @@ class DraftDecoder(nn.Module):
         self,
         taps: Sequence[Tensor],
         positions: Tensor,
-        slot_mapping: Tensor,
+        full_slots: Tensor | None,
+        sliding_slots: Tensor | None,
         caches: Sequence[LayerCache],
     ) -> None:
         """Write the context of tokens that the target has computed and that stand.
@@ -218,15 +231,21 @@ class DraftDecoder(nn.Module):
         Args:
             taps: one stream [T, D_target] per entry of `target_layer_ids`, in its order.
             positions: [T] int64 position of each token in its sequence.
-            slot_mapping: [T] int64 row of each token in the draft's flattened cache.
+            full_slots: [T] int64 row of each token in the flattened cache of a layer that pages
+                with the target's full layers; None: the draft has no such layer.
+            sliding_slots: likewise, with the target's sliding layers.
             caches: of the draft's layers, written.
         """
         features = torch.cat(list(taps), dim=-1).to(self.dtype)  # [T, taps * D_target]
         context = self.hidden_norm(self.fc(features))
         angles = self._angles(positions)
-        for layer, kind, cache in zip(self.layers, self.config.layers, caches, strict=True):
-            turned = angles if kind.rope_theta > 0 else None
-            cast("DraftLayer", layer).write_context(context, turned, slot_mapping, cache)
+        layers = cast("list[DraftLayer]", list(self.layers))
+        for layer, kind, pages_full, cache in zip(
+            layers, self.config.layers, self._pages_full, caches, strict=True
+        ):
+            slots = full_slots if pages_full else sliding_slots
+            assert slots is not None
+            layer.write_context(context, angles if kind.rope_theta > 0 else None, slots, cache)
 
     @torch.inference_mode()
     def propose(
@@ -298,26 +317,42 @@ class DraftDecoder(nn.Module):
         steps = torch.arange(rows, device=context.context_lens.device)
         positions = (context.context_lens[:, None] + steps).flatten()
         angles, query_scale = self._angles(positions), self._query_scale(positions)
+        kinds = [
+            (pages_full, layer.sliding_window)
+            for pages_full, layer in zip(self._pages_full, self.config.layers, strict=True)
+        ]
         views = {
-            window: block_view(
-                context.block_table,
-                block_size,
-                context.key_start,
-                context.context_lens,
-                rows,
-                window,
-                causal=self.config.causal,
-            )
-            for window in {layer.sliding_window for layer in self.config.layers}
+            (pages_full, window): self._view(context, pages_full, block_size, rows, window)
+            for pages_full, window in set(kinds)
         }
         return [
             BlockInputs(
-                view=views[layer.sliding_window],
+                view=views[kind],
                 angles=angles if layer.rope_theta > 0 else None,
                 query_scale=query_scale if layer.tunes_temperature else None,
             )
-            for layer in self.config.layers
+            for kind, layer in zip(kinds, self.config.layers, strict=True)
         ]
+
+    def _view(
+        self,
+        context: DraftContext,
+        pages_full: bool,
+        block_size: int,
+        rows: int,
+        window: int | None,
+    ) -> BlockView:
+        paged = context.full if pages_full else context.sliding
+        assert paged is not None
+        return block_view(
+            paged.block_table,
+            block_size,
+            paged.key_start,
+            context.context_lens,
+            rows,
+            window,
+            causal=self.config.causal,
+        )
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """(cos, sin) of the one theta that a draft has; None where no layer rotates."""
@@ -342,34 +377,9 @@ class DraftDecoder(nn.Module):
             return scores * multiplier
         return self.kernels.soft_cap(scores, multiplier, cap)
 
-    def _confidences(self, hidden: Tensor, embedded: list[Tensor]) -> Tensor | None:
+    def _confidences(self, hidden: Tensor, embedded: list[Tensor]) -> Tensor:
         if self.confidence_head is None:
-            return None
+            return hidden.new_ones(hidden.shape[:2], dtype=wide_dtype(self.dtype))
         if self.config.confidence_head_with_markov:
             hidden = torch.cat((hidden, torch.stack(embedded, dim=1)), dim=-1)
         return self.confidence_head(hidden)
-
-
-def allocate_draft_cache(
-    config: DraftConfig,
-    num_blocks: int,
-    block_size: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[LayerCache]:
-    """The cache of every layer of a draft, in layer order, zeroed."""
-    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    return [
-        LayerCache(
-            key=torch.zeros(shape, dtype=dtype, device=device),
-            value=torch.zeros(shape, dtype=dtype, device=device),
-        )
-        for _ in range(config.num_hidden_layers)
-    ]
-
-
-def draft_bytes_per_block(config: DraftConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes, over all layers of a draft together."""
-    values = 2 * block_size * config.num_key_value_heads * config.head_dim
-    return config.num_hidden_layers * values * dtype.itemsize

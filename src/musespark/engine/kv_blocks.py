@@ -99,6 +99,21 @@ class KVBlocks:
         request.num_blocks = num_blocks
         return True
 
+    def trim(self, request: Request, count: int) -> None:
+        """Take back blocks beyond those of a request's next `count` tokens."""
+        kept = -(-(request.num_computed_tokens + count) // self.layout.block_size)
+        surplus = request.num_blocks - kept
+        if surplus <= 0:
+            return
+        # New lists, so that whoever mirrors a request's blocks sees that they have changed.
+        if self.full_pool.num_blocks:
+            self.full_pool.release(request.full_blocks[-surplus:])
+            request.full_blocks = request.full_blocks[:-surplus]
+        if self.sliding_pool.num_blocks:
+            self.sliding_pool.release(request.sliding_blocks[-surplus:])
+            request.sliding_blocks = request.sliding_blocks[:-surplus]
+        request.num_blocks = kept
+
     def commit(self, request: Request) -> None:
         """After a step: name blocks that are full now, let go of those behind the window."""
         computed, layout = request.num_computed_tokens, self.layout

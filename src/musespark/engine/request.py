@@ -71,6 +71,10 @@ class Request:
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """What a draft guesses to follow the last token; only while it decodes."""
+    draft_survival: list[float] = field(default_factory=list)
+    """One per guessed token: how likely it is that it and all before it are accepted."""
     full_blocks: list[int] = field(default_factory=list)
     """Blocks of the full layers' pool, from position 0."""
     sliding_blocks: list[int] = field(default_factory=list)
@@ -106,6 +110,18 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Tokens still to be run; 1 while decoding."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Tokens that its output may still get."""
+        room = self.max_total_tokens - self.num_tokens
+        if self.params.max_tokens is None:
+            return room
+        return min(room, self.params.max_tokens - len(self.output_token_ids))
+
+    def drop_drafts(self) -> None:
+        """Forget what was guessed."""
+        self.draft_token_ids, self.draft_survival = [], []
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Prompt and output tokens at positions start to stop - 1."""

@@ -64,8 +64,10 @@ def token_after(request):
 class Driver:
     """Runs a scheduler and asserts, around every step, all that must always hold."""
 
-    def __init__(self, under_test):
+    def __init__(self, under_test, guesses=()):
+        """`guesses`: for each place behind a request's last token, whether its guess is right."""
         self.scheduler = under_test
+        self.guesses = guesses
         self.alive = []
 
     def add(self, request):
@@ -82,6 +84,9 @@ class Driver:
     def step(self):
         running, waiting = self.scheduler.running, self.scheduler.waiting
         oldest = running[0] if running else waiting[0] if waiting else None
+        for request in running:
+            if request.num_uncomputed_tokens == 1:
+                request.draft_token_ids = self.guess(request)
         schedule = self.scheduler.schedule()
         self.scheduler.check_integrity()
         requests = [item.request for item in schedule]
@@ -98,12 +103,27 @@ class Driver:
             self.check_room(item)
         for item in schedule:
             before = item.request.num_tokens
-            token_id = token_after(item.request) if item.samples else None
-            self.scheduler.commit(item, token_id)
+            token_ids = self.verify(item) if item.samples else []
+            taken = self.scheduler.commit(item, token_ids)
+            assert taken == item.request.num_tokens - before <= len(token_ids)
+            assert not item.request.draft_token_ids
             assert item.request.num_tokens >= before
         self.alive = [r for r in self.alive if r.status is not RequestStatus.FINISHED]
         self.check()
         return schedule
+
+    def guess(self, request):
+        tokens = continuation(request, len(self.guesses))
+        return [t if right else t + 1 for t, right in zip(tokens, self.guesses, strict=True)]
+
+    def verify(self, item):
+        """What sampling makes of the guesses that a step has run."""
+        assert 1 + item.num_drafts <= item.request.num_wanted_tokens
+        tokens = continuation(item.request, item.num_drafts + 1)
+        guesses = item.request.draft_token_ids[: item.num_drafts]
+        pairs = enumerate(zip(tokens, guesses, strict=False))
+        wrong = next((i for i, (token, guess) in pairs if token != guess), item.num_drafts)
+        return tokens[: wrong + 1]
 
     def check_room(self, item):
         """Blocks for every token of the step, and for every one that its queries still see."""
@@ -132,7 +152,9 @@ class Driver:
                 computed, size = request.num_computed_tokens, layout.block_size
                 first = max(0, computed - layout.sliding_window + 1) // size
                 assert request.first_sliding_block == first
-                assert len(request.sliding_blocks) == max(0, -(-computed // size) - first)
+                needed = max(0, -(-computed // size) - first)
+                reserved = -(-(computed + 1 + len(self.guesses)) // size) - -(-computed // size)
+                assert needed <= len(request.sliding_blocks) <= needed + reserved
 
     def drain(self):
         """Finish all that is left, in no more steps than the oldest request needs in turn."""
@@ -144,6 +166,17 @@ class Driver:
             budget -= 1
             self.step()
         assert not self.alive
+
+
+def continuation(request, count):
+    """The next tokens of a deterministic model, if nothing ends the output."""
+    output = request.output_token_ids
+    tokens = []
+    for _ in range(count):
+        tokens.append(token_after(request))
+        request.output_token_ids = [*output, *tokens]
+    request.output_token_ids = output
+    return tokens
 
 
 def expected_output(request):
@@ -178,10 +211,11 @@ operations = st.one_of(
     kinds=st.sampled_from(["both", "full", "sliding"]),
     spare=st.integers(0, 12),
     prefix_caching=st.booleans(),
+    guesses=st.lists(st.booleans(), max_size=5),
     script=st.lists(operations, min_size=4, max_size=40),
 )
 def test_invariants_hold_whatever_happens(
-    block_size, window, max_num_seqs, more_budget, kinds, spare, prefix_caching, script
+    block_size, window, max_num_seqs, more_budget, kinds, spare, prefix_caching, guesses, script
 ):
     driver = Driver(
         make_scheduler(
@@ -192,7 +226,8 @@ def test_invariants_hold_whatever_happens(
             kinds=kinds,
             spare=spare,
             prefix_caching=prefix_caching,
-        )
+        ),
+        guesses,
     )
     added = []
     for number, (action, *arguments) in enumerate(script):
@@ -333,3 +368,49 @@ def test_integrity_notices_lost_and_doubled_blocks():
     pool.release(held[:1])
     with pytest.raises(AssertionError):
         pool.check_integrity(held)
+
+
+def test_right_guesses_save_steps_and_wrong_ones_cost_none():
+    for guesses, num_right in (((), 0), ((True, True, True), 3), ((True, False), 1), ((False,), 0)):
+        driver = Driver(make_scheduler(chunk=8, spare=30), guesses)
+        request = make_request(6, 20)
+        driver.add(request)
+        count = 0
+        while driver.scheduler.has_work:
+            driver.step()
+            count += 1
+        # The first token comes out of the prompt's step.
+        assert count == 1 + -(-19 // (1 + num_right))
+        assert request.output_token_ids == expected_output(request)
+
+
+def test_guesses_leave_prompts_half_of_the_budget_and_are_limited_from_outside():
+    asked = []
+
+    def choose(requests, num_others):
+        asked.append((len(requests), num_others))
+        return [2] * len(requests)
+
+    layout = smallest_layout(4, 6, 40, spare=30)
+    driver = Driver(Scheduler(layout, 4, 9, choose_widths=choose), (True,) * 5)
+    driver.add(make_request(2, 30, 0))
+    driver.step()
+    driver.add(make_request(30, 1, 1))
+    schedule = driver.step()
+    assert [(item.num_new_tokens, item.num_drafts) for item in schedule] == [(3, 2), (6, 0)]
+    assert asked[-1] == (1, 1)
+    schedule = driver.step()
+    assert [(item.num_new_tokens, item.num_drafts) for item in schedule] == [(3, 2), (6, 0)]
+    assert asked[-1] == (1, 5)  # and four tokens of the prompt at least
+
+
+def test_guesses_take_no_block_that_another_may_need():
+    """Both requests get a block each in turn; with none to spare, nothing is guessed."""
+    driver = Driver(make_scheduler(block_size=1, window=MAX_LEN, chunk=40), (True,) * 5)
+    first, second = make_request(18, 3, 0), make_request(18, 3, 1)
+    for request in (first, second):
+        driver.add(request)
+        driver.step()
+    while driver.scheduler.has_work:
+        driver.step()
+    assert driver.scheduler.num_preemptions == 0

@@ -1,5 +1,6 @@
 """Following a chat turn token by token, to know when the answer is being written."""
 
+import copy
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -27,6 +28,12 @@ class AnswerTracker:
             self.push(token_id)
         if not self.in_answer:
             self.begun_answer = []
+
+    def copy(self) -> "AnswerTracker":
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._header = list(self._header)
+        return other
 
     @property
     def in_answer(self) -> bool:

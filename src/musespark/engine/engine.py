@@ -18,8 +18,14 @@ from musespark.engine.executor import Executor
 from musespark.engine.grammar import Grammar, GrammarCompiler, new_bitmask, unpack_bitmask
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.prompt_logprobs import take_prompt_logprobs, wants_prompt_logprobs
-from musespark.engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
-from musespark.engine.sampler import SampledTokens, Sampler
+from musespark.engine.request import (
+    FinishReason,
+    Request,
+    RequestStatus,
+    TokenConstraint,
+    TokenLogprobs,
+)
+from musespark.engine.sampler import Guesses, SampledTokens, Sampler
 from musespark.engine.scheduler import ScheduledRequest, Scheduler
 from musespark.engine.step_plan import StepPlan, StepPlanner
 from musespark.errors import RequestError
@@ -203,7 +209,7 @@ class Engine:
         schedule.sort(key=lambda item: item[1] > 1)
         step = _Step(schedule, self._planner.plan(schedule))
         self._executor.submit(step.plan)
-        for request, _ in schedule:
+        for request, *_ in schedule:
             request.is_under_way = True
         self._under_way.append(step)
         return True
@@ -217,14 +223,14 @@ class Engine:
         sampling = [item for item in schedule if item.samples]
         if any(wants_prompt_logprobs(item.request) for item in schedule):
             logits = take_prompt_logprobs(schedule, logits)
-        sampled = self._sample(logits, [item.request for item in sampling])
+        sampled = self._sample(logits, sampling)
         # Only now is it known that a GPU has finished: the sampled tokens are here.
         self._model_seconds += time.perf_counter() - started
         return self._commit_all(schedule, sampling, sampled)
 
     def _still_wanted(self, step: _Step, logits: Tensor) -> tuple[list[ScheduledRequest], Tensor]:
         """A step without the requests that were aborted while it was under way."""
-        for request, _ in step.schedule:
+        for request, *_ in step.schedule:
             request.is_under_way = False
         wanted = [item.request.status is RequestStatus.RUNNING for item in step.schedule]
         if all(wanted):
@@ -262,66 +268,83 @@ class Engine:
         if len(sampling) < len(schedule):
             for item in schedule:
                 if not item.samples:
-                    self.scheduler.commit(item, None)
-        tokens = zip(sampling, sampled.token_ids, sampled.logprobs, strict=True)
-        results = [self._commit(item, token_id, logprobs) for item, token_id, logprobs in tokens]
+                    self.scheduler.commit(item, ())
+        results: list[NewToken] = []
+        for item, token_ids, logprobs in zip(
+            sampling, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            results += self._commit(item, token_ids, logprobs)
         self._num_new_tokens += len(results)
         return results
 
-    def _sample(self, logits: Tensor, requests: list[Request]) -> SampledTokens:
-        if not requests:
+    def _sample(self, logits: Tensor, sampling: list[ScheduledRequest]) -> SampledTokens:
+        if not sampling:
             return SampledTokens([], [])
+        requests = [item.request for item in sampling]
         if self._limits.fixed_chunk is None:
-            return self._sampler.sample(logits, requests, self._forbidden(requests))
-        token_ids, logprobs = list[int](), list[TokenLogprobs | None]()
-        for row, request in enumerate(requests):
-            forbidden = self._forbidden([request])
-            sampled = self._sampler.sample(logits[row : row + 1], [request], forbidden)
+            guesses = self._guesses(sampling)
+            return self._sampler.sample(logits, requests, self._forbidden(sampling), guesses)
+        token_ids, logprobs = list[list[int]](), list[list[TokenLogprobs] | None]()
+        for row, item in enumerate(sampling):
+            forbidden = self._forbidden([item])
+            sampled = self._sampler.sample(logits[row : row + 1], [item.request], forbidden)
             token_ids += sampled.token_ids
             logprobs += sampled.logprobs
         return SampledTokens(token_ids, logprobs)
 
+    def _guesses(self, sampling: list[ScheduledRequest]) -> Guesses | None:
+        """What the step's requests have guessed; None if nobody has."""
+        counts = [item.num_drafts for item in sampling]
+        return Guesses(counts, [None] * len(counts)) if any(counts) else None
+
     def _commit(
-        self, item: ScheduledRequest, token_id: int, logprobs: TokenLogprobs | None
-    ) -> NewToken:
+        self, item: ScheduledRequest, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> list[NewToken]:
         request = item.request
         prompt_logprobs = None
         if not request.output_token_ids:
             self._num_prompt_tokens += len(request.prompt_token_ids)
             prompt_logprobs = tuple(request.prompt_logprobs) or None
-        self.scheduler.commit(item, token_id)
-        if (constraint := request.constraint) is not None:
-            constraint.accept(token_id)
-            if constraint.is_finished and request.finish_reason is None:
-                reason = FinishReason.ABORT if constraint.is_too_slow else FinishReason.STOP
-                self.scheduler.finish(request, reason)
+        if request.constraint is not None:
+            token_ids = _accepted(request.constraint, token_ids)
+        taken = self.scheduler.commit(item, token_ids)
+        constraint = request.constraint
+        if constraint is not None and constraint.is_finished and request.finish_reason is None:
+            reason = FinishReason.ABORT if constraint.is_too_slow else FinishReason.STOP
+            self.scheduler.finish(request, reason)
         if request.status is RequestStatus.FINISHED:
             self._forget(request)
-        return NewToken(
-            request.request_id,
-            token_id,
-            logprobs,
-            request.finish_reason,
-            request.index,
-            request.num_cached_tokens or 0,
-            prompt_logprobs,
-        )
-
-    def _forbidden(self, requests: list[Request]) -> tuple[list[int], Tensor] | None:
-        """The rows with a grammar at work, and which tokens [n, V] it forbids in each."""
-        active = [
-            (row, request.constraint)
-            for row, request in enumerate(requests)
-            if request.constraint is not None and request.constraint.is_active
+        results = [
+            NewToken(
+                request.request_id,
+                token_id,
+                None if logprobs is None else logprobs[place],
+                request.finish_reason if place == taken - 1 else None,
+                request.index,
+                request.num_cached_tokens or 0,
+            )
+            for place, token_id in enumerate(token_ids[:taken])
         ]
-        if not active:
+        results[0] = results[0]._replace(prompt_logprobs=prompt_logprobs)
+        return results
+
+    def _forbidden(self, sampling: list[ScheduledRequest]) -> tuple[list[int], Tensor] | None:
+        """The rows with a grammar at work, and which tokens [n, V] it forbids in each."""
+        if all(item.request.constraint is None for item in sampling):
             return None
         vocab_size = self._limits.vocab_size
-        bitmask = new_bitmask(len(active), vocab_size)
-        for place, (_, constraint) in enumerate(active):
-            constraint.fill_allowed(bitmask, place)
-        allowed = unpack_bitmask(bitmask.to(self._executor.device), vocab_size)
-        return [row for row, _ in active], ~allowed
+        bitmask = new_bitmask(sum(1 + item.num_drafts for item in sampling), vocab_size)
+        rows: list[int] = []
+        first = 0
+        for request, _, num_drafts in sampling:
+            if (constraint := request.constraint) is not None:
+                ahead = request.draft_token_ids[:num_drafts]
+                rows += constraint.fill_allowed(bitmask, first, ahead)
+            first += 1 + num_drafts
+        if not rows:
+            return None
+        allowed = unpack_bitmask(bitmask[rows].to(self._executor.device), vocab_size)
+        return rows, ~allowed
 
     def _forget(self, request: Request) -> None:
         assert request.finish_reason is not None
@@ -330,3 +353,12 @@ class Engine:
         del outputs[request.index]
         if not outputs:
             del self._outputs[request.request_id]
+
+
+def _accepted(constraint: TokenConstraint, token_ids: list[int]) -> list[int]:
+    """Tokens up to the one after which nothing may follow."""
+    for count, token_id in enumerate(token_ids, start=1):
+        constraint.accept(token_id)
+        if constraint.is_finished:
+            return token_ids[:count]
+    return token_ids

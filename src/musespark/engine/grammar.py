@@ -84,17 +84,40 @@ class Constraint:
         self.is_too_slow = False
         """Whether it has ended because following the grammar takes too long."""
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the next token is constrained."""
-        return self._tracker is None or self._tracker.in_answer
+    def fill_allowed(self, bitmask: Tensor, row: int, ahead: Sequence[int] = ()) -> list[int]:
+        """Write which tokens may come next, and behind each token of `ahead`, which are only
+        guessed, into rows of `bitmask` [N, ceil(V / 32)] int32 from `row` on.
 
-    def fill_allowed(self, bitmask: Tensor, row: int) -> None:
-        """Write into row `row` of `bitmask` [N, ceil(V / 32)] int32 which tokens may come."""
+        Returns:
+            The rows written: those where the next token is constrained, none behind a guess that
+            the grammar refuses, since nothing behind it will be taken.
+        """
         started = time.perf_counter()
-        self._matcher.fill_next_token_bitmask(bitmask, row)
-        bitmask[row] &= self._usable
-        self._seconds_left -= time.perf_counter() - started
+        tracker = self._tracker if self._tracker is None or not ahead else self._tracker.copy()
+        rows: list[int] = []
+        num_matched = 0
+        for place in range(row, row + len(ahead) + 1):
+            is_active = tracker is None or tracker.in_answer
+            if is_active:
+                self._matcher.fill_next_token_bitmask(bitmask, place)
+                bitmask[place] &= self._usable
+                rows.append(place)
+            if place == row + len(ahead):
+                break
+            token_id = ahead[place - row]
+            if is_active:
+                if not self.matches(token_id):
+                    break
+                num_matched += 1
+                if self._matcher.is_terminated():
+                    break
+            if tracker is not None:
+                tracker.push(token_id)
+        if num_matched:
+            self._matcher.rollback(num_matched)
+        # Guesses cost time of their own, and each may bring a token.
+        self._seconds_left += _SECONDS_PER_TOKEN * num_matched - (time.perf_counter() - started)
+        return rows
 
     def matches(self, token_id: int) -> bool:
         """Whether `token_id` fits as the next token of the answer, which it then is."""
@@ -102,7 +125,7 @@ class Constraint:
 
     def accept(self, token_id: int) -> None:
         """Take the token that was chosen."""
-        if self.is_active:
+        if self._tracker is None or self._tracker.in_answer:
             started = time.perf_counter()
             fits = self.matches(token_id)
             self.is_finished = not fits or self._matcher.is_terminated() or self._is_exhausted()

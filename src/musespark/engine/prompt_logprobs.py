@@ -26,12 +26,11 @@ def take_prompt_logprobs(schedule: Sequence[ScheduledRequest], logits: Tensor) -
     sampling_rows: list[int] = []
     end = 0
     for item in schedule:
-        request, count = item
-        start, end = end, end + len(wanted_rows(request, count, count))
-        if wants_prompt_logprobs(request):
-            _note(request, logits[start:end])
+        start, end = end, end + len(wanted_rows(item, item.num_new_tokens))
+        if wants_prompt_logprobs(item.request):
+            _note(item.request, logits[start:end])
         if item.samples:
-            sampling_rows.append(end - 1)
+            sampling_rows += range(end - 1 - item.num_drafts, end)
     return logits[torch.tensor(sampling_rows, dtype=torch.int64, device=logits.device)]
 
 

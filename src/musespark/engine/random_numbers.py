@@ -10,6 +10,11 @@ from hashlib import blake2b
 import numpy as np
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+# What separates the numbers that one position needs beside the one that decides its token.
+DRAFT = np.uint64(0xA3EC647659359ACD)
+"""To draw a guessed token."""
+ACCEPT = np.uint64(0x5851F42D4C957F2D)
+"""To accept a guessed token."""
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -20,7 +25,10 @@ def random_key(seed: int, index: int) -> int:
 
 
 def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[N] float64 from 0 to below 1, for `keys` [N] uint64 at `positions` [N]."""
+    """Float64 from 0 to below 1, for `keys` uint64 at `positions`, of shapes that broadcast.
+
+    Keys combined with `DRAFT` or `ACCEPT` by exclusive or give further, independent numbers.
+    """
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * _STEP
     state = (state ^ (state >> np.uint64(30))) * _FACTORS[0]
     state = (state ^ (state >> np.uint64(27))) * _FACTORS[1]

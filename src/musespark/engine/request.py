@@ -1,6 +1,7 @@
 """One request as the engine sees it: tokens in, tokens out, blocks held meanwhile."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,10 +45,7 @@ class TokenConstraint(Protocol):
     is_finished: bool
     is_too_slow: bool
 
-    @property
-    def is_active(self) -> bool: ...
-
-    def fill_allowed(self, bitmask: Any, row: int) -> None: ...
+    def fill_allowed(self, bitmask: Any, row: int, ahead: Sequence[int] = ()) -> list[int]: ...
 
     def accept(self, token_id: int) -> None: ...
 

@@ -2,30 +2,71 @@
 
 A request's tokens depend on its own logits, settings and random numbers only, never on its place
 in the batch or on who shares it. Features that no row of a step asks for cost nothing.
+
+A request whose next tokens a draft has guessed has a row for each guess, and one behind the last.
+Every row is sampled as if it came alone; the guesses that equal what was sampled stay, up to the
+first that does not, whose place the sampled token takes. So guesses change no token. Requests
+without a seed, whose tokens nobody can expect, may keep more: see speculative/verify.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from musespark.engine.random_numbers import uniform
+from musespark.engine.random_numbers import ACCEPT, uniform
 from musespark.engine.request import Request, TokenLogprobs
 from musespark.engine.sampling_table import Needs, SamplingTable
 from musespark.engine.token_counts import TokenCounts
 from musespark.ops.sample import filter_logits, sample_from_uniform
 from musespark.ops.sample_logprobs import ranked_logprobs
 from musespark.ops.sample_penalties import penalize
+from musespark.speculative.verify import Verification, verify_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row, and log-probabilities where asked for."""
+    """What a step adds to each request."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
+    token_ids: list[list[int]]
+    """Guessed tokens that stay, and one more."""
+    logprobs: list[list[TokenLogprobs] | None]
+    """Of each of them, where asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What a step's requests have guessed ahead."""
+
+    counts: list[int]
+    """How many of its `draft_token_ids` each request has rows for."""
+    distributions: list[Tensor | None]
+    """[counts or more, V] float32 that each request's guesses were drawn from at random, for a
+    request that need not get the tokens it would get without them."""
+    verification: Verification = "block"
+    """How those are verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the rows of logits stand for."""
+
+    requests: Sequence[Request]
+    """[N]."""
+    slots: np.ndarray
+    """[N]."""
+    needs: np.ndarray
+    """[N]."""
+    ahead: np.ndarray | None = None
+    """[N] guessed tokens before each row; None: nowhere any."""
+
+    def num_output_tokens(self, rows: list[int]) -> np.ndarray:
+        """[n] output tokens before each of `rows`, guessed ones included."""
+        counts = np.array([len(self.requests[row].output_token_ids) for row in rows])
+        return counts if self.ahead is None else counts + self.ahead[rows]
 
 
 class Sampler:
@@ -42,54 +83,65 @@ class Sampler:
         logits: Tensor,
         requests: Sequence[Request],
         forbidden: tuple[list[int], Tensor] | None = None,
+        guesses: Guesses | None = None,
     ) -> SampledTokens:
-        """Choose the next token of each row.
+        """Choose the next token, or tokens, of each request.
 
         Args:
-            logits: [N, V] float32.
-            requests: [N], each with a slot.
+            logits: [N, V] float32; with `guesses`, 1 + counts[i] rows for request i.
+            requests: each with a slot.
             forbidden: rows [n] and, for each, the tokens [n, V] bool that must not come.
+            guesses: what the requests have guessed; None: nothing.
         """
+        rows = self._rows(requests, guesses)
+        edited = self._edit(logits, rows, forbidden)
+        chosen = edited.argmax(dim=-1)  # [N]
+        random = np.flatnonzero(rows.needs & Needs.RANDOM)
+        filtered = self._filter(edited, rows, random) if random.size else edited
+        if random.size:
+            numbers = self._numbers(rows, random)
+            chosen.index_copy_(0, self._tensor(random), sample_from_uniform(filtered, numbers))
+        if guesses is None:
+            token_ids = [[token_id] for token_id in chosen.tolist()]
+        else:
+            at_random = self._verify_at_random(filtered, rows, random, guesses)
+            token_ids = _take_equal(chosen.tolist(), requests, guesses, at_random)
+        return SampledTokens(token_ids, self._logprobs(logits, requests, token_ids, guesses))
+
+    def _rows(self, requests: Sequence[Request], guesses: Guesses | None) -> _Rows:
         slots = self._table.load(requests)
-        needs = self._table.needs[slots]
-        all_needs = Needs(int(np.bitwise_or.reduce(needs, initial=0)))
-        edited = self._edit(logits, requests, slots, needs, forbidden)
-        token_ids = edited.argmax(dim=-1)  # [N]
-        if Needs.RANDOM in all_needs:
-            rows = np.flatnonzero(needs & Needs.RANDOM)
-            chosen = self._sample_random(edited, rows, requests, slots, needs)
-            token_ids.index_copy_(0, self._tensor(rows), chosen)
-        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
-        if Needs.LOGPROBS in all_needs:
-            self._fill_logprobs(logprobs, logits, token_ids, requests, needs)
-        return SampledTokens(token_ids.tolist(), logprobs)
+        if guesses is None:
+            return _Rows(requests, slots, self._table.needs[slots])
+        counts = [count + 1 for count in guesses.counts]
+        slots = np.repeat(slots, counts)
+        spread = [r for r, count in zip(requests, counts, strict=True) for _ in range(count)]
+        ahead = np.concatenate([np.arange(count) for count in counts])
+        return _Rows(spread, slots, self._table.needs[slots], ahead)
 
     def _edit(
-        self,
-        logits: Tensor,
-        requests: Sequence[Request],
-        slots: np.ndarray,
-        needs: np.ndarray,
-        forbidden: tuple[list[int], Tensor] | None,
+        self, logits: Tensor, rows: _Rows, forbidden: tuple[list[int], Tensor] | None
     ) -> Tensor:
         """Logits after everything that changes which token is the most likely; a copy, if any."""
+        needs = rows.needs
         edits = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS
         if not (needs & edits).any() and forbidden is None:
             return logits
         logits = logits.clone()  # log-probabilities are of the model's own distribution
-        if rows := np.flatnonzero(needs & Needs.PENALTIES).tolist():
-            picked = [requests[row] for row in rows]
-            counts = self._counts.rows(picked, logits.shape[1])
-            numbers = self._tensor(self._table.numbers[slots[rows], 3:]).unbind(1)
-            index = self._tensor(np.array(rows))
+        if places := np.flatnonzero(needs & Needs.PENALTIES).tolist():
+            counts = self._counts.rows(
+                [rows.requests[place] for place in places],
+                logits.shape[1],
+                None if rows.ahead is None else rows.ahead[places].tolist(),
+            )
+            numbers = self._tensor(self._table.numbers[rows.slots[places], 3:]).unbind(1)
+            index = self._tensor(np.array(places))
             logits[index] = penalize(logits[index], *counts, *numbers)
-        if rows := np.flatnonzero(needs & Needs.BIAS).tolist():
-            self._add_bias(logits, slots, rows)
-        if rows := np.flatnonzero(needs & Needs.MIN_TOKENS).tolist():
+        if places := np.flatnonzero(needs & Needs.BIAS).tolist():
+            self._add_bias(logits, rows.slots, places)
+        if places := np.flatnonzero(needs & Needs.MIN_TOKENS).tolist():
             # A grammar that allows nothing but the end has the last word.
             constrained = set() if forbidden is None else set(forbidden[0])
-            free = [row for row in rows if row not in constrained]
-            self._hold_back_end(logits, requests, slots, free)
+            self._hold_back_end(logits, rows, [row for row in places if row not in constrained])
         if forbidden is not None:
             index = self._tensor(np.array(forbidden[0]))
             logits[index] = logits[index].masked_fill_(forbidden[1], -torch.inf)
@@ -103,62 +155,133 @@ class Sampler:
         values = self._tensor(np.concatenate([values for _, values in biased]))
         logits.index_put_((index, token_ids), values.to(logits.dtype), accumulate=True)
 
-    def _hold_back_end(
-        self, logits: Tensor, requests: Sequence[Request], slots: np.ndarray, rows: list[int]
-    ) -> None:
+    def _hold_back_end(self, logits: Tensor, rows: _Rows, places: list[int]) -> None:
         """No end token for rows whose output is too short yet."""
-        rows = [
-            row
-            for row in rows
-            if len(requests[row].output_token_ids) < requests[row].params.min_tokens
+        counts = rows.num_output_tokens(places).tolist()
+        places = [
+            place
+            for place, count in zip(places, counts, strict=True)
+            if count < rows.requests[place].params.min_tokens
         ]
-        if not rows:
+        if not places:
             return
         # The model's own end tokens may lie beyond a vocabulary that was cut down.
-        ends = [self._table.ends[slot] for slot in slots[rows]]
+        ends = [self._table.ends[slot] for slot in rows.slots[places]]
         ends = [token_ids[token_ids < logits.shape[1]] for token_ids in ends]
-        index = self._tensor(np.repeat(rows, [len(token_ids) for token_ids in ends]))
+        index = self._tensor(np.repeat(places, [len(token_ids) for token_ids in ends]))
         logits[index, self._tensor(np.concatenate(ends))] = -torch.inf
 
-    def _sample_random(
-        self,
-        logits: Tensor,
-        rows: np.ndarray,
-        requests: Sequence[Request],
-        slots: np.ndarray,
-        needs: np.ndarray,
-    ) -> Tensor:
-        """Tokens [n] of the rows with a temperature."""
-        table = self._table
-        positions = np.array([len(requests[row].output_token_ids) for row in rows.tolist()])
-        numbers = self._tensor(uniform(table.keys[slots[rows]], positions))
-        if len(rows) < len(requests):
-            logits = logits.index_select(0, self._tensor(rows))
-        temperature, top_p, min_p = self._tensor(table.numbers[slots[rows], :3]).unbind(1)
+    def _filter(self, logits: Tensor, rows: _Rows, places: np.ndarray) -> Tensor:
+        """[n, V] logits of the rows with a temperature, after it and after the filters."""
+        table, slots = self._table, rows.slots[places]
+        if len(places) < len(rows.slots):
+            logits = logits.index_select(0, self._tensor(places))
+        temperature, top_p, min_p = self._tensor(table.numbers[slots, :3]).unbind(1)
         filtered = logits / temperature[:, None]
-        if (places := np.flatnonzero(needs[rows] & Needs.FILTER)).size:
-            index = self._tensor(places)
-            top_k = self._tensor(table.top_k[slots[rows[places]]])
+        if (some := np.flatnonzero(rows.needs[places] & Needs.FILTER)).size:
+            index = self._tensor(some)
+            top_k = self._tensor(table.top_k[slots[some]])
             filtered[index] = filter_logits(filtered[index], top_k, top_p[index], min_p[index])
-        return sample_from_uniform(filtered, numbers)
+        return filtered
 
-    def _fill_logprobs(
+    def _numbers(self, rows: _Rows, places: np.ndarray) -> Tensor:
+        """[n] the random number that decides the token of each row."""
+        positions = rows.num_output_tokens(places.tolist())
+        return self._tensor(uniform(self._table.keys[rows.slots[places]], positions))
+
+    def _verify_at_random(
+        self, filtered: Tensor, rows: _Rows, random: np.ndarray, guesses: Guesses
+    ) -> dict[int, tuple[int, int]]:
+        """(guesses that stay, the token behind them) of the requests that may get other tokens
+        than without guesses, by place."""
+        places = [
+            place
+            for place, (count, drawn_from) in enumerate(
+                zip(guesses.counts, guesses.distributions, strict=True)
+            )
+            if count and drawn_from is not None
+        ]
+        if not places:
+            return {}
+        widths = np.array([guesses.counts[place] for place in places])
+        most = int(widths.max())
+        first_row = np.array([0, *accumulate(count + 1 for count in guesses.counts)])[places]
+        # Rows of `filtered` behind 0 to N guesses; those beyond a width mean nothing.
+        row = first_row[:, None] + np.minimum(np.arange(most + 1), widths[:, None])  # [S, N + 1]
+        target = filtered.softmax(dim=-1)[self._tensor(np.searchsorted(random, row))]
+        drafts = [guesses.distributions[place] for place in places]
+        token_ids = np.zeros((len(places), most), dtype=np.int64)
+        for line, (place_row, width) in enumerate(zip(first_row.tolist(), widths, strict=True)):
+            token_ids[line, :width] = rows.requests[place_row].draft_token_ids[:width]
+        keys = self._table.keys[rows.slots[first_row]][:, None]
+        positions = rows.num_output_tokens(first_row.tolist())[:, None] + np.arange(most + 1)
+        verified = verify_drafts(
+            target,
+            torch.stack([draft[:most] for draft in drafts if draft is not None]),
+            self._tensor(token_ids),
+            self._tensor(widths),
+            self._tensor(uniform(keys ^ ACCEPT, positions[:, :most])),
+            self._tensor(uniform(keys, positions)),
+            guesses.verification,
+        )
+        counts, ends = torch.stack((verified.num_accepted, verified.token_ids)).tolist()
+        return dict(zip(places, zip(counts, ends, strict=True), strict=True))
+
+    def _logprobs(
         self,
-        result: list[TokenLogprobs | None],
         logits: Tensor,
-        token_ids: Tensor,
         requests: Sequence[Request],
-        needs: np.ndarray,
-    ) -> None:
-        rows = np.flatnonzero(needs & Needs.LOGPROBS)
-        index = self._tensor(rows)
-        counts = [requests[row].params.logprobs or 0 for row in rows.tolist()]
-        found = token_logprobs(logits.index_select(0, index), token_ids[index], counts)
-        for row, logprobs in zip(rows.tolist(), found, strict=True):
-            result[row] = logprobs
+        token_ids: list[list[int]],
+        guesses: Guesses | None,
+    ) -> list[list[TokenLogprobs] | None]:
+        """Of the tokens of those requests that ask for them."""
+        result: list[list[TokenLogprobs] | None] = [None] * len(requests)
+        if all(request.params.logprobs is None for request in requests):
+            return result
+        rows: list[int] = []
+        flat: list[int] = []
+        counts: list[int] = []
+        first = 0
+        for place, (request, taken) in enumerate(zip(requests, token_ids, strict=True)):
+            if request.params.logprobs is not None:
+                rows += range(first, first + len(taken))
+                flat += taken
+                counts += [request.params.logprobs] * len(taken)
+                result[place] = []
+            first += 1 if guesses is None else 1 + guesses.counts[place]
+        index = torch.tensor(rows, device=self._device)
+        chosen = torch.tensor(flat, device=self._device)
+        found = iter(token_logprobs(logits.index_select(0, index), chosen, counts))
+        for entries, taken in zip(result, token_ids, strict=True):
+            if entries is not None:
+                entries += [next(found) for _ in taken]
+        return result
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _take_equal(
+    chosen: list[int],
+    requests: Sequence[Request],
+    guesses: Guesses,
+    at_random: dict[int, tuple[int, int]],
+) -> list[list[int]]:
+    """Each request's guesses as far as they equal what was `chosen` in each row, and the first
+    chosen token that does not; or what was verified otherwise."""
+    result = []
+    first = 0
+    for place, (request, count) in enumerate(zip(requests, guesses.counts, strict=True)):
+        if place in at_random:
+            num_kept, token_id = at_random[place]
+        else:
+            own = chosen[first : first + count]
+            pairs = enumerate(zip(own, request.draft_token_ids, strict=False))
+            num_kept = next((i for i, (mine, guess) in pairs if mine != guess), count)
+            token_id = chosen[first + num_kept]
+        result.append([*request.draft_token_ids[:num_kept], token_id])
+        first += 1 + count
+    return result
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:

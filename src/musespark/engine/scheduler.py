@@ -1,13 +1,14 @@
 """Who runs in the next step, and with how many tokens.
 
 Requests that decode go first, since each needs one token only; what is left of the token budget
-goes to prompts, in chunks, in order of arrival. When blocks run out, the request that arrived last
-gives its own back and is computed again later. So the oldest request always advances, and nobody
-who waits is overtaken.
+goes to prompts, in chunks, in order of arrival. Tokens that a draft has guessed take what is free:
+they drive nobody out, and leave prompts half of the budget. When blocks run out, the request that
+arrived last gives its own back and is computed again later. So the oldest request always advances,
+and nobody who waits is overtaken.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from musespark.engine.kv_blocks import CacheLayout, KVBlocks
@@ -17,16 +18,23 @@ from musespark.engine.request import FinishReason, Request, RequestStatus
 _PROMPT_LOGPROBS_CHUNK = 256
 
 
+ChooseWidths = Callable[[Sequence[Request], int], Sequence[int]]
+"""How many of each request's guessed tokens to run, beside a number of other tokens."""
+
+
 class ScheduledRequest(NamedTuple):
     """A request's part of the next step."""
 
     request: Request
     num_new_tokens: int
+    """Guessed ones included, which come last."""
+    num_drafts: int = 0
+    """How many are guessed."""
 
     @property
     def samples(self) -> bool:
         """Whether the step reaches the request's last token, so that a new one is sampled."""
-        return self.num_new_tokens == self.request.num_uncomputed_tokens
+        return self.num_new_tokens - self.num_drafts == self.request.num_uncomputed_tokens
 
 
 class _Refusal(NamedTuple):
@@ -50,12 +58,15 @@ class Scheduler:
         prefix_caching: bool = True,
         fixed_chunk: int | None = None,
         depth: int = 1,
+        choose_widths: ChooseWidths | None = None,
     ) -> None:
         """So many steps may be under way at once as `depth` says, of different requests. With
         `fixed_chunk`, which must leave room for `max_num_seqs` tokens beside it, prompts
         are read in exactly such chunks, and outputs one token at a time even when they are computed
-        again: so what a request runs through does not depend on the others."""
+        again: so what a request runs through does not depend on the others. `choose_widths` limits
+        how many guessed tokens are run; None: all."""
         self.layout, self._fixed_chunk, self._depth = layout, fixed_chunk, depth
+        self._choose_widths = choose_widths
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.blocks = KVBlocks(layout, prefix_caching=prefix_caching, fixed_chunk=fixed_chunk)
@@ -104,33 +115,45 @@ class Scheduler:
             if request.is_under_way:
                 continue
             (decodes if request.num_uncomputed_tokens == 1 else prefills).append(request)
-        for request in (decodes + prefills)[:places]:
-            if request.status is not RequestStatus.RUNNING or budget == 0:
-                continue  # preempted meanwhile, or left for the next step
-            count = self._chunk(request, budget)
-            if count == 0:
-                continue
-            if self.blocks.allocate(request, count):
-                scheduled.append(ScheduledRequest(request, count))
-                budget -= count
-            else:
-                scheduled = self._make_room(request, count, scheduled)
-                budget = self.max_num_batched_tokens - sum(item[1] for item in scheduled)
+        decodes, prefills = decodes[:places], prefills[: max(0, places - len(decodes))]
+        scheduled, budget = self._advance(decodes, scheduled, budget)
+        if any(request.draft_token_ids for request in decodes):
+            budget -= self._add_drafts(scheduled, prefills, budget)
+        scheduled, budget = self._advance(prefills, scheduled, budget)
         if preemptions == self.num_preemptions:
             scheduled += self._admit(budget, places - len(scheduled))
         return scheduled
 
-    def commit(self, item: ScheduledRequest, token_id: int | None) -> None:
-        """Take over what a step did for one request: its tokens are cached, one may be new."""
-        request, count = item
-        request.num_computed_tokens += count
+    def commit(self, item: ScheduledRequest, token_ids: Sequence[int]) -> int:
+        """Take over what a step did for one request: its tokens are cached, some may be new.
+
+        Args:
+            item: the request's part of the step.
+            token_ids: what it adds to the output: guessed tokens that were right, and one more
+                that was not run yet; none, if the step does not reach the request's last token.
+
+        Returns:
+            How many of `token_ids` belong to the output, which may end before the last.
+        """
+        request, taken, reason = item.request, 0, None
+        request.drop_drafts()
+        for token_id in token_ids:
+            request.output_token_ids.append(token_id)
+            taken += 1
+            if reason := self._finish_reason(request, token_id):
+                break
+        request.num_computed_tokens += item.num_new_tokens - item.num_drafts + max(0, taken - 1)
         self.blocks.commit(request)
         if request.followers and request.num_computed_tokens >= len(request.prompt_token_ids):
             self._start_followers(request)
-        if token_id is not None:
-            request.output_token_ids.append(token_id)
-            if reason := self._finish_reason(request, token_id):
-                self.finish(request, reason)
+        if reason is not None:
+            self.finish(request, reason)
+        return taken
+
+    def reserve(self, request: Request, count: int) -> bool:
+        """Blocks for the next `count` tokens of a running request, if there are more than enough:
+        one is left for each that runs, so that guessing drives nobody out."""
+        return self.blocks.allocate(request, count, spare=len(self.running))
 
     def check_integrity(self) -> None:
         """Assert that no block or slot is lost or held twice (used by tests after every step)."""
@@ -147,10 +170,57 @@ class Scheduler:
             return FinishReason.LENGTH
         return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else None
 
+    def _advance(
+        self, requests: list[Request], scheduled: list[ScheduledRequest], budget: int
+    ) -> tuple[list[ScheduledRequest], int]:
+        """Schedule running requests as far as `budget` goes; (the schedule, what is left of it)."""
+        for request in requests:
+            if request.status is not RequestStatus.RUNNING or budget == 0:
+                continue  # preempted meanwhile, or left for the next step
+            count = self._chunk(request, budget)
+            if count == 0:
+                continue
+            if self.blocks.allocate(request, count):
+                scheduled.append(ScheduledRequest(request, count))
+                budget -= count
+            else:
+                scheduled = self._make_room(request, count, scheduled)
+                budget = self.max_num_batched_tokens - sum(item[1] for item in scheduled)
+        return scheduled, budget
+
+    def _add_drafts(
+        self, scheduled: list[ScheduledRequest], prefills: list[Request], budget: int
+    ) -> int:
+        """Let scheduled requests run guessed tokens too; returns how many those are."""
+        places = [i for i, item in enumerate(scheduled) if item.request.draft_token_ids]
+        requests = [scheduled[place].request for place in places]
+        limit = budget
+        num_others = len(scheduled)
+        if prefills or self.waiting:
+            limit //= 2
+            backlog = sum(request.num_uncomputed_tokens for request in prefills)
+            num_others += min(backlog, budget - limit)
+        if self._choose_widths is None:
+            widths: Sequence[int] = [len(request.draft_token_ids) for request in requests]
+        else:
+            widths = self._choose_widths(requests, num_others)
+        left = limit
+        for place, request, wanted in zip(places, requests, widths, strict=True):
+            # One token comes in any case.
+            width = min(wanted, left, request.num_wanted_tokens - 1)
+            if width > 0 and not self.reserve(request, 1 + width):
+                held = request.num_blocks * self.layout.block_size - request.num_computed_tokens
+                width = min(width, held - 1)
+            if width > 0:
+                scheduled[place] = ScheduledRequest(request, 1 + width, width)
+                left -= width
+        return limit - left
+
     def _make_room(
         self, request: Request, count: int, scheduled: list[ScheduledRequest]
     ) -> list[ScheduledRequest]:
         """Preempt from the end until the request's next tokens fit, or it is preempted itself."""
+        self._take_back(scheduled)
         while not self.blocks.allocate(request, count):
             victim = next(other for other in reversed(self.running) if not other.is_under_way)
             if victim is request and any(other.is_under_way for other in self.running):
@@ -166,6 +236,13 @@ class Scheduler:
         if self._depth == 1:
             return self.max_num_seqs
         return -(-min(self.max_num_seqs, len(self.running) + self.num_waiting) // self._depth)
+
+    def _take_back(self, scheduled: list[ScheduledRequest]) -> None:
+        """Free the blocks that were reserved for guessed tokens and are not needed in this step."""
+        counts = {id(item.request): item.num_new_tokens for item in scheduled}
+        for request in self.running:
+            if not request.is_under_way:
+                self.blocks.trim(request, counts.get(id(request), 1))
 
     def _admit(self, budget: int, places: int) -> list[ScheduledRequest]:
         """Start requests from the head of the queue while there is room for them."""
@@ -227,6 +304,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the head of the queue, to be computed again."""
         self._stop(request)
+        request.drop_drafts()
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
         self.num_preemptions += 1

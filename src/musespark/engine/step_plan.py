@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.engine.request import Request
 from musespark.engine.scheduler import ScheduledRequest
 
 
@@ -71,7 +70,8 @@ class StepPlanner:
         query_start = [0]
         logit_rows: list[int] = []
         num_decodes = 0
-        for request, count in schedule:
+        for item in schedule:
+            request, count, num_drafts = item
             first = request.num_computed_tokens
             if count == 1:
                 num_decodes += 1
@@ -79,17 +79,18 @@ class StepPlanner:
                 place = first - len(prompt)
                 token_ids.append(outputs[place] if place >= 0 else prompt[first])
             else:
-                token_ids += request.token_ids(first, first + count)
+                token_ids += request.token_ids(first, first + count - num_drafts)
+                token_ids += request.draft_token_ids[:num_drafts]
             end = len(token_ids)
             query_start.append(end)
-            logit_rows += wanted_rows(request, count, end)
-        slots = [request.slot for request, _ in schedule]
+            logit_rows += wanted_rows(item, end)
+        slots = [item.request.slot for item in schedule]
         full, sliding = self._full_group(slots, schedule), self._sliding_group(slots, schedule)
         return StepPlan(
             slots=slots,
             token_ids=token_ids,
             query_start=query_start,
-            num_computed=[request.num_computed_tokens for request, _ in schedule],
+            num_computed=[item.request.num_computed_tokens for item in schedule],
             logit_rows=logit_rows,
             num_decodes=num_decodes,
             full=full,
@@ -101,7 +102,7 @@ class StepPlanner:
     ) -> GroupPlan | None:
         if not self._layout.num_full_blocks:
             return None
-        blocks = [request.full_blocks for request, _ in schedule]
+        blocks = [item.request.full_blocks for item in schedule]
         return self._full.group(slots, blocks, [0] * len(blocks))
 
     def _sliding_group(
@@ -109,8 +110,8 @@ class StepPlanner:
     ) -> GroupPlan | None:
         if not self._layout.num_sliding_blocks:
             return None
-        blocks = [request.sliding_blocks for request, _ in schedule]
-        firsts = [request.first_sliding_block for request, _ in schedule]
+        blocks = [item.request.sliding_blocks for item in schedule]
+        firsts = [item.request.first_sliding_block for item in schedule]
         return self._sliding.group(slots, blocks, firsts)
 
 
@@ -144,10 +145,11 @@ class _SentBlocks:
         return slot, place, source[place:]
 
 
-def wanted_rows(request: Request, count: int, end: int) -> range:
-    """The rows, of a request's `count` up to `end`, whose logits are needed: the last, if it is
-    the request's last token; all, if they predict prompt tokens whose log-probability is wanted."""
+def wanted_rows(item: ScheduledRequest, end: int) -> range:
+    """The rows, of a request's up to `end`, whose logits are needed: that of its last token, if the
+    step reaches it, and of the guessed ones behind; all, if they predict prompt tokens whose
+    log-probability is wanted."""
+    request, count, num_drafts = item
     if request.params.prompt_logprobs is not None and not request.output_token_ids:
         return range(end - count, end)
-    samples = count == request.num_uncomputed_tokens
-    return range(end - samples, end)
+    return range(end - item.samples - num_drafts, end)

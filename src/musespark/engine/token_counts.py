@@ -19,8 +19,11 @@ class TokenCounts:
         self._owners: list[Request | None] = [None] * num_slots
         self._counted = [0] * num_slots
 
-    def rows(self, requests: Sequence[Request], vocab_size: int) -> tuple[Tensor, Tensor]:
-        """(output counts [N, V] int32, in the prompt [N, V] bool) up to each one's last token."""
+    def rows(
+        self, requests: Sequence[Request], vocab_size: int, ahead: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(output counts [N, V] int32, in the prompt [N, V] bool) up to each one's last token, and
+        to the `ahead`-th of those that it has guessed behind it."""
         if self._outputs.numel() == 0:
             shape = (self._num_slots, vocab_size)
             self._outputs = torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -35,7 +38,17 @@ class TokenCounts:
         index = torch.tensor([slots, tokens], dtype=torch.int64, device=self._device)
         self._outputs.index_put_((index[0], index[1]), ones, accumulate=True)
         rows = torch.tensor([request.slot for request in requests], device=self._device)
-        return self._outputs[rows], self._prompts[rows]
+        outputs = self._outputs[rows]  # a copy
+        if ahead is not None:
+            guessed = [
+                (row, token_id)
+                for row, (request, count) in enumerate(zip(requests, ahead, strict=True))
+                for token_id in request.draft_token_ids[:count]
+            ]
+            index = torch.tensor(guessed, dtype=torch.int64, device=self._device).view(-1, 2).T
+            ones = torch.ones(len(guessed), dtype=torch.int32, device=self._device)
+            outputs.index_put_((index[0], index[1]), ones, accumulate=True)
+        return outputs, self._prompts[rows]
 
     def _new_tokens(self, request: Request) -> list[int]:
         """Output tokens that a request's row lacks; the row is started if it is another's."""

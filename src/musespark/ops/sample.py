@@ -40,8 +40,14 @@ def sample_from_uniform(logits: Tensor, uniform: Tensor) -> Tensor:
         logits: [N, V] float32; -inf: never.
         uniform: [N] float64, from 0 to below 1.
     """
+    return sample_from_weights(logits.softmax(dim=-1), uniform)
+
+
+def sample_from_weights(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token [N] at which each row's sum of `weights` [N, V], not negative and not all zero,
+    passes the share `uniform` [N] float64 of its total."""
     # In float64: over 200,000 tokens, sums in float32 would be off by more than some tokens weigh.
-    cumulative = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
     chosen = torch.searchsorted(cumulative, total * uniform[:, None], right=True)
     # Rounding may put the product at the total itself, behind the last token that is possible.

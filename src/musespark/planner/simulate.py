@@ -230,7 +230,7 @@ class _StepTimes:
         self._known: dict[tuple[int, int, int], float] = {}
 
     def __call__(self, scheduled: Sequence[ScheduledRequest]) -> float:
-        tokens = sum(count for _, count in scheduled)
+        tokens = sum(item.num_new_tokens for item in scheduled)
         seen = sum(item.request.num_computed_tokens + item.num_new_tokens for item in scheduled)
         dp, sequences = self._layout.dp, len(scheduled)
         key = (
@@ -297,7 +297,7 @@ class _Replica:
         self.num_steps += 1
         self.most_running = max(self.most_running, len(self.scheduler.running))
         for item in scheduled:
-            self.scheduler.commit(item, 0 if item.samples else None)
+            self.scheduler.commit(item, (0,) if item.samples else ())
             request = item.request
             if len(request.output_token_ids) == 1:
                 self._first.setdefault(request.request_id, self.now)

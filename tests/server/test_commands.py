@@ -9,6 +9,7 @@ from typing import IO
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from tests.server.live import PATIENCE, eventually
 from tests.server.process import serving
 
@@ -42,13 +43,28 @@ def metric(client: httpx.Client, name: str) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
+def expert_routes(client: httpx.Client) -> dict[str, float]:
+    """Layer -> routes to all its experts."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        if family.name == "musespark_expert_routes":
+            for sample in family.samples:
+                layer = sample.labels["layer"]
+                sums[layer] = sums.get(layer, 0) + sample.value
+    return sums
+
+
 def test_the_engines_process_dies_and_comes_back() -> None:
-    arguments = ("--dtype", "float32", "--restart-engine")
+    arguments = ("--dtype", "float32", "--restart-engine", "--expert-load-metrics")
     with (
         serving(*arguments) as (process, url),
         httpx.Client(base_url=url, timeout=PATIENCE) as client,
     ):
         first = client.post("/v1/chat/completions", json=BODY).json()
+
+        # The last token is not run: nothing is to follow it.
+        tokens_run = first["usage"]["total_tokens"] - 1
+        assert set(expert_routes(client).values()) == {4 * tokens_run}
 
         # A client that leaves: what it held is free again.
         endless = {**BODY, "stream": True, "ignore_eos": True}

@@ -40,6 +40,8 @@ class EngineConfig:
     num_threads: int | None = None
     """Threads that compute on a CPU; None: one per core. On a machine that does other work too, one
     fewer than its cores can be several times faster, since threads wait for one another."""
+    expert_load_metrics: bool = False
+    """Count how often each expert is chosen, for /metrics; one more small operation per layer."""
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
 

@@ -158,7 +158,10 @@ class AsyncEngineClient:
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
-            self._stats = message.stats
+            stats = message.stats
+            if not stats.expert_load:  # told now and then only
+                stats = dataclasses.replace(stats, expert_load=self._stats.expert_load)
+            self._stats = stats
             for output in message.outputs:
                 self._pass_on(output)
         elif isinstance(message, Accepted):

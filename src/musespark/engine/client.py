@@ -112,6 +112,9 @@ class EngineStats:
     steps: int = 0
     step_seconds: float = 0.0
     """Time spent in steps, all together; its growth per second is how busy the engine is."""
+    expert_load: dict[int, list[int]] = field(default_factory=dict)
+    """Layer -> how often each of its experts was chosen by this process's tokens; empty unless it
+    is counted."""
     schedule_seconds: float = 0.0
     """The share of it that went to scheduling, building inputs and bookkeeping, and not to the
     model and to sampling."""

@@ -29,6 +29,7 @@ from musespark.engine.sampler import Guesses, SampledTokens, Sampler
 from musespark.engine.scheduler import ScheduledRequest, Scheduler
 from musespark.engine.step_plan import StepPlan, StepPlanner
 from musespark.errors import RequestError
+from musespark.moe.load import ExpertLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,12 @@ class Engine:
         layout: CacheLayout,
         limits: EngineLimits,
         grammars: GrammarCompiler | None = None,
+        expert_load: ExpertLoad | None = None,
     ) -> None:
-        """`grammars` is None where output cannot be constrained."""
+        """`grammars` is None where output cannot be constrained, `expert_load` where the experts'
+        load is not counted."""
         self._executor, self._grammars = executor, grammars
+        self.expert_load = expert_load
         self._limits = limits
         self.scheduler = Scheduler(
             layout,

@@ -3,6 +3,8 @@
 It waits for messages only while it has nothing to do, and never for whoever reads its output.
 """
 
+import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ from musespark.engine.messages import (
 )
 from musespark.engine.request import FinishReason
 from musespark.errors import MuseSparkError, QueueFullError, RequestError
+
+# Between two readings of the experts' load, which wait for the device and are long to send.
+_EXPERT_LOAD_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class EngineLoop:
         self._compilers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._compiling: dict[str, Future[Grammar]] = {}
         self._is_stopping = False
+        self._load_told = -_EXPERT_LOAD_SECONDS
 
     def run(self) -> None:
         """Serve until told to shut down."""
@@ -166,4 +172,10 @@ class EngineLoop:
             del self._num_open[number], self._number_of[self._name_of.pop(number)]
 
     def _report(self, outputs: list[EngineOutput]) -> None:
-        self._send(Outputs(outputs, self._engine.stats()))
+        stats, load = self._engine.stats(), self._engine.expert_load
+        now = time.monotonic()
+        is_due = now - self._load_told > _EXPERT_LOAD_SECONDS or not self._engine.has_work
+        if load is not None and is_due:
+            self._load_told = now
+            stats = dataclasses.replace(stats, expert_load=load.read())
+        self._send(Outputs(outputs, stats))

@@ -16,6 +16,7 @@ from musespark.engine.grammar import GrammarCompiler, has_grammar_library
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner, OneByOneRunner
 from musespark.llm.loading import load_decoder
+from musespark.moe.load import ExpertLoad
 
 
 def build_engine(
@@ -86,9 +87,11 @@ def build_engine(
         device=str(decoder.device),
         structured_output=grammars is not None,
     )
+    # Before anything is recorded as a graph, which repeats what was there then.
+    expert_load = ExpertLoad(decoder.layers) if config.expert_load_metrics else None
     runner = (OneByOneRunner if config.batch_invariant else ModelRunner)(decoder, plan.spec)
     executor = InProcessExecutor(runner, layout, config.max_num_seqs, with_masks=runner.reads_masks)
-    return Engine(executor, layout, limits, grammars), info
+    return Engine(executor, layout, limits, grammars, expert_load), info
 
 
 def _grammar_compiler(folder: Path, vocab_size: int) -> GrammarCompiler | None:

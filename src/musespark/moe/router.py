@@ -1,6 +1,7 @@
 """Which experts a token goes to, and with what weights."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,24 @@ class Router(nn.Module):
     def finish_loading(self) -> None:
         """Fold the output multiplier into the weight, once."""
         self.weight.data.mul_(self._output_multiplier)
+
+    def count_load(self) -> Tensor:
+        """Count, from now on, how often each expert is chosen.
+
+        Returns:
+            [E + 1] int64: routes of padding rows, then of expert 0, 1, ...; grows with every step.
+        """
+        route = self._route
+        load = torch.zeros(len(self.weight) + 1, dtype=torch.int64, device=self.weight.device)
+
+        def counting(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            weights, ids = route(*args, **kwargs)
+            places = ids.flatten() + 1  # padding rows have -1
+            load.index_add_(0, places, torch.ones_like(places, dtype=torch.int64))
+            return weights, ids
+
+        self._route = counting
+        return load
 
     def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Routing:
         """Route `hidden_states` [T, D]; rows where `padding` [T] is True go to no expert."""

@@ -72,6 +72,15 @@ class _EngineCollector(Collector):
         for reason, count in {"stop": 0, "length": 0, "abort": 0, **stats.finished}.items():
             finished.add_metric([str(reason)], count)
         yield finished
+        load = CounterMetricFamily(
+            "musespark_expert_routes",
+            "Times an expert was chosen, with --expert-load-metrics; a few seconds old.",
+            labels=["layer", "expert"],
+        )
+        for layer, counts in stats.expert_load.items():
+            for expert, count in enumerate(counts):
+                load.add_metric([str(layer), str(expert)], count)
+        yield load
 
 
 class Metrics:

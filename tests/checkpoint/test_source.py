@@ -5,7 +5,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from musespark.checkpoint.source import packaged_models, resolve_checkpoint
+from musespark.checkpoint import source
+from musespark.checkpoint.source import packaged_draft, packaged_models, resolve_checkpoint
 from musespark.config.model import DecoderConfig
 from musespark.errors import CheckpointError
 
@@ -46,6 +47,18 @@ def test_packaged_model():
     assert "spark-mini" in packaged_models()
     folder = resolve_checkpoint("spark-mini")
     assert DecoderConfig.from_folder(folder).hidden_size > 0
+
+
+def test_a_packaged_draft_is_no_model_but_found_by_name(tmp_path, monkeypatch):
+    for name in ("little", "little-draft", "alone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.setattr(source, "_ASSETS", tmp_path)
+    assert packaged_models() == ("alone", "alone-nvfp4", "little", "little-nvfp4")
+    assert resolve_checkpoint("little-draft") == tmp_path / "little-draft"
+    assert packaged_draft("little") == packaged_draft("little-nvfp4") == "little-draft"
+    assert packaged_draft("alone") is None
+    assert packaged_draft(str(tmp_path / "little")) is None
 
 
 def test_local_folder(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja")
 
 # Every packaged model can be had quantized, under its name with this ending.
 _NVFP4 = "-nvfp4"
+# A packaged model's draft has its name with this ending.
+_DRAFT = "-draft"
 
 _ASSETS = Path(__file__).parent.parent / "assets"
 _REPOSITORY_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -18,24 +20,33 @@ _REPOSITORY_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 def packaged_models() -> tuple[str, ...]:
     """Names of the models that come with this package, and of their NVFP4 forms."""
-    names = {path.parent.name for path in _ASSETS.glob("*/config.json")}
+    folders = {path.parent.name for path in _ASSETS.glob("*/config.json")}
+    names = {name for name in folders if not name.endswith(_DRAFT)}
     return tuple(sorted(names | {f"{name}{_NVFP4}" for name in names}))
+
+
+def packaged_draft(model: str) -> str | None:
+    """The name of the DSpark draft that comes with a packaged model, quantized or not; None: it
+    has none."""
+    draft = f"{model.removesuffix(_NVFP4)}{_DRAFT}"
+    is_there = model in packaged_models() and (_ASSETS / draft / "config.json").exists()
+    return draft if is_there else None
 
 
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     """The folder that holds the checkpoint `model`, downloaded if need be.
 
     Args:
-        model: a packaged model's name (`spark-mini`), a folder, or a Hugging Face repository id
-            (`owner/name`), tried in that order; a folder called like a packaged model is
-            `./spark-mini`. Downloads go through huggingface_hub's cache; its offline mode
+        model: the name of a packaged model or draft (`spark-mini`), a folder, or a Hugging Face
+            repository id (`owner/name`), tried in that order; a folder called like a packaged
+            model is `./spark-mini`. Downloads go through huggingface_hub's cache; its offline mode
             (HF_HUB_OFFLINE=1), endpoint and token are respected.
         revision: branch, tag or commit of a repository.
 
     Raises:
         CheckpointError: nothing of that name, or it cannot be downloaded; says what to do.
     """
-    if model in packaged_models():
+    if model in packaged_models() or model in map(packaged_draft, packaged_models()):
         _without_revision(_ASSETS / model, model, revision)
         return _packaged_folder(model)
     path = Path(model).expanduser()

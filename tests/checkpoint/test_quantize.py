@@ -12,10 +12,12 @@ from musespark.checkpoint.quantize import parse_layers, quantize_checkpoint
 from musespark.checkpoint.shards import CheckpointReader
 from musespark.checkpoint.write import CheckpointWriter
 from musespark.config.model import DecoderConfig
+from musespark.config.parallel import Parallelism
 from musespark.errors import CheckpointError, ConfigError
 from musespark.llm.loading import load_decoder
 from musespark.model.decoder import Decoder
 from musespark.ops.nvfp4 import dequantize
+from musespark.parallel.layout import Layout
 from musespark.testing import make_checkpoint, tiny_config
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 3, 23]
@@ -156,7 +158,8 @@ def test_the_reference_backend_computes_the_same(quantized, dtype):
     logits = []
     for backend in ("auto", "reference"):
         config = DecoderConfig.from_folder(folder)
-        decoder = Decoder(config, dtype=dtype, moe_backend=backend)
+        layout = Layout(Parallelism(moe_backend=backend))
+        decoder = Decoder(config, dtype=dtype, layout=layout)
         with CheckpointReader.open(folder) as reader:
             load_weights(decoder.weight_slots(find_prefix(reader), reader.__contains__), reader)
         decoder.finish_loading()

@@ -7,14 +7,17 @@ from musespark.checkpoint.names import find_prefix
 from musespark.checkpoint.quantize import quantize_checkpoint
 from musespark.checkpoint.shards import CheckpointReader
 from musespark.config.model import DecoderConfig
+from musespark.config.parallel import Parallelism
 from musespark.errors import CheckpointError, RequestError
 from musespark.llm.loading import load_decoder
 from musespark.model.decoder import Decoder
 from musespark.moe.experts.bf16 import GroupedExperts
 from musespark.moe.experts.nvfp4_w4a4 import NVFP4W4A4Experts
 from musespark.ops.nvfp4 import LARGEST
+from musespark.parallel.layout import Layout
 from musespark.testing import make_checkpoint
 
+W4A4 = Layout(Parallelism(moe_backend="w4a4"))
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [100, 90, 80], []]
 
 
@@ -87,7 +90,7 @@ def test_calibrated_scales_reach_w4a4(source, tmp_path):
 
 
 def load_w4a4(folder):
-    decoder = Decoder(DecoderConfig.from_folder(folder), dtype=torch.float32, moe_backend="w4a4")
+    decoder = Decoder(DecoderConfig.from_folder(folder), dtype=torch.float32, layout=W4A4)
     with CheckpointReader.open(folder) as reader:
         load_weights(decoder.weight_slots(find_prefix(reader), reader.__contains__), reader)
     decoder.finish_loading()

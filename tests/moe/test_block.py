@@ -9,6 +9,7 @@ from tests.ops.test_rms_norm import exact_norm
 from musespark import load_decoder
 from musespark.moe.block import CompressedMoE
 from musespark.ops import small_experts
+from musespark.parallel.placement import Replicated
 from musespark.testing import make_checkpoint
 
 
@@ -118,7 +119,7 @@ def test_padding_rows_touch_nothing(dtype, tokens, tmp_path):
     hidden = randn(tokens, 64, seed=7).to(getattr(torch, dtype))
     padding = torch.arange(tokens) % 3 == 1
     poisoned = hidden.masked_fill(padding[:, None], float("nan"))
-    out = block(poisoned, padding)
+    out = block(poisoned, Replicated(padding=padding))
     assert not out[padding].any()
     alone = block(hidden[~padding])
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -127,7 +128,8 @@ def test_padding_rows_touch_nothing(dtype, tokens, tmp_path):
 
 def test_nothing_but_padding(tmp_path):
     block, _, _ = make(tmp_path / "model", "bfloat16")
-    out = block(torch.full((3, 64), float("nan"), dtype=BF16), torch.ones(3, dtype=torch.bool))
+    nan = torch.full((3, 64), float("nan"), dtype=BF16)
+    out = block(nan, Replicated(padding=torch.ones(3, dtype=torch.bool)))
     assert torch.equal(out, torch.zeros(3, 64, dtype=BF16))
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from musespark.config.parallel import Parallelism
@@ -7,6 +9,7 @@ from musespark.testing import tiny_config
 
 ALL_TO_ALL = {"moe_backend": "all_to_all", "expert_parallel": True}
 SEQUENCE = {**ALL_TO_ALL, "tensor_parallel_size": 4, "sequence_parallel": True}
+SHARED: dict[str, Any] = {**ALL_TO_ALL, "sequence_parallel": True}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 BIG = {"moe_hidden_size": 256, "moe_intermediate_size": 512}
 
@@ -28,6 +31,10 @@ BIG = {"moe_hidden_size": 256, "moe_intermediate_size": 512}
         ({**ALL_TO_ALL, "sequence_parallel": True}, ["Raise tensor_parallel_size"]),
         ({**SEQUENCE, "pipeline_parallel_size": 2}, ["Set pipeline_parallel_size to 1"]),
         ({"moe_backend": "all_to_all"}, ["moe_backend", "Turn expert_parallel on"]),
+        (
+            {"expert_parallel": True, "data_parallel_size": 2},
+            ["expert_parallel: each of the 2 replicas", "Set moe_backend to all_to_all"],
+        ),
         ({**ALL_TO_ALL, "tensor_parallel_size": 2}, ["moe_backend", "Turn sequence_parallel on"]),
         ({"hybrid_token_threshold": 64}, ["hybrid_token_threshold", "Set moe_backend"]),
         ({**SEQUENCE, "hybrid_token_threshold": 0}, ["hybrid_token_threshold: must be 1 or more"]),
@@ -68,7 +75,7 @@ def test_settings_that_go_together(settings):
 def test_sizes():
     cut = Parallelism(tensor_parallel_size=4, data_parallel_size=2, pipeline_parallel_size=3)
     assert (cut.world_size, cut.expert_parallel_size, cut.expert_tensor_size) == (24, 1, 4)
-    handed_out = Parallelism(tensor_parallel_size=4, data_parallel_size=2, expert_parallel=True)
+    handed_out = Parallelism(tensor_parallel_size=4, data_parallel_size=2, **SHARED)
     assert (handed_out.expert_parallel_size, handed_out.expert_tensor_size) == (8, 1)
 
 
@@ -88,7 +95,7 @@ def test_sizes():
         ({}, {"pipeline_parallel_size": 7}, ["pipeline_parallel_size: 7 stages for 6 layers"]),
         (
             {"num_local_experts": 6},
-            {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel": True},
+            {"tensor_parallel_size": 2, "data_parallel_size": 2, **SHARED},
             ["expert_parallel: 6 experts", "4 processes", "divides 6"],
         ),
         (

@@ -53,6 +53,8 @@ class Parallelism:
     def __post_init__(self) -> None:
         _check_values(self)
         _refuse_unsupported(self)
+        if self.expert_parallel:
+            _check_expert_parallel(self)
         if self.sequence_parallel:
             _check_sequence_parallel(self)
         if self.moe_backend == "all_to_all":
@@ -74,6 +76,12 @@ class Parallelism:
     def expert_tensor_size(self) -> int:
         """Processes that every expert is cut over."""
         return 1 if self.expert_parallel else self.tensor_parallel_size
+
+    def layers_of_stage(self, num_layers: int, stage: int) -> range:
+        """The consecutive layers of a pipeline stage: alike to one layer, the longer ones first."""
+        share, longer = divmod(num_layers, self.pipeline_parallel_size)
+        first = stage * share + min(stage, longer)
+        return range(first, first + share + (stage < longer))
 
 
 def _check_values(settings: Parallelism) -> None:
@@ -106,6 +114,15 @@ def _refuse_unsupported(settings: Parallelism) -> None:
             "skip_final_all_reduce: partial outputs cannot be handed on: rows that are partial "
             "sums over processes must be summed before the post-expert norm, which is not linear. "
             "Leave skip_final_all_reduce out."
+        )
+
+
+def _check_expert_parallel(settings: Parallelism) -> None:
+    if settings.data_parallel_size > 1 and settings.moe_backend != "all_to_all":
+        raise ConfigError(
+            f"expert_parallel: each of the {settings.data_parallel_size} replicas "
+            "(data_parallel_size) holds other tokens, whose rows must travel to the experts and "
+            "back. Set moe_backend to all_to_all, or leave expert_parallel out."
         )
 
 
@@ -161,3 +178,7 @@ def _check_hybrid(settings: Parallelism) -> None:
                 f"hybrid_token_threshold: needs {name} {' or '.join(map(str, allowed))}, found "
                 f"{value}. Change {name}, or leave hybrid_token_threshold out."
             )
+
+
+ONE = Parallelism()
+"""One process, and the fastest experts."""

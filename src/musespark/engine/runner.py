@@ -22,7 +22,11 @@ class ModelRunner:
         self._decoder, self._block_size = decoder, spec.block_size
         self._tap_layers = tuple(tap_layers)
         self._caches = allocate_kv_cache(
-            decoder.config, spec, dtype=decoder.dtype, device=decoder.device
+            decoder.config,
+            spec,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            layout=decoder.layout,
         )
         # Decode steps run as graphs where there are graphs, and nothing asks the device midway.
         can_record = decoder.device.type == "cuda" and not decoder.waits_for_device

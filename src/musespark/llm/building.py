@@ -1,6 +1,7 @@
 """From a model's name to an engine that serves it."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -8,6 +9,7 @@ from musespark.chat.tokenizer import Tokenizer
 from musespark.checkpoint.load import Progress
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
+from musespark.config.parallel import MoEBackend, Parallelism
 from musespark.engine.capacity import free_memory, plan_kv_cache
 from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
@@ -52,7 +54,7 @@ def build_engine(
         folder,
         device=device,
         dtype=dtype,
-        moe_backend=config.moe_backend,
+        parallelism=Parallelism(moe_backend=cast("MoEBackend", config.moe_backend)),
         progress=progress,
     )
     decoder.pack()

@@ -1,7 +1,6 @@
 """From a model's name to a decoder in memory."""
 
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,12 +11,14 @@ from musespark.checkpoint.shards import CheckpointReader
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.draft import DraftConfig
 from musespark.config.model import DecoderConfig
-from musespark.config.parallel import MoEBackend, Parallelism
+from musespark.config.parallel import ONE, Parallelism
 from musespark.errors import ConfigError
 from musespark.model.decoder import Decoder
 from musespark.model.draft import DraftDecoder
 from musespark.moe.deployment import validate_deployment
 from musespark.ops.linear import bfloat16_is_fast
+from musespark.parallel.layout import Layout
+from musespark.parallel.mesh import SINGLE_PROCESS, Mesh
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -32,7 +33,8 @@ def load_decoder(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
-    moe_backend: str = "auto",
+    parallelism: Parallelism = ONE,
+    mesh: Mesh = SINGLE_PROCESS,
     progress: Progress | None = None,
 ) -> Decoder:
     """Load a checkpoint's decoder, ready to run, with its weights still readable as parameters.
@@ -43,27 +45,30 @@ def load_decoder(
         dtype: compute dtype: "bfloat16", "float32" or "float64" (or torch's); None: bfloat16,
             or float32 on a CPU without bfloat16 products.
         revision: branch, tag or commit of a Hugging Face repository.
-        moe_backend: what computes the experts: "auto", "reference" or "w4a4".
+        parallelism: how the model is spread over processes, and what computes its experts.
+        mesh: this process's place among them (`build_mesh`); each loads only its own part.
         progress: told the bytes loaded so far and in all.
 
     Raises:
         ConfigError: the config or an argument is unsupported; no weight has been read then.
         CheckpointError: files are missing, damaged, or do not fit the config.
     """
-    parallelism = Parallelism(moe_backend=cast("MoEBackend", moe_backend))  # checked there
     folder = resolve_checkpoint(str(model), revision)
     device = _checked_device(device)
     config = DecoderConfig.from_folder(folder)
     validate_deployment(config, parallelism)
+    layout = _checked_layout(parallelism, mesh)
     with CheckpointReader.open(folder) as reader:
         decoder = Decoder(
             config,
             dtype=_checked_dtype(dtype, device),
             device=device,
-            moe_backend=parallelism.moe_backend,
+            layout=layout,
         )
-        slots = decoder.weight_slots(find_prefix(reader), reader.__contains__)
-        load_weights(slots, reader, progress=progress)
+        prefix = find_prefix(reader)
+        slots = decoder.weight_slots(prefix, reader.__contains__)
+        elsewhere = _names_of_all_ranks(config, prefix, reader)
+        load_weights(slots, reader, progress=progress, elsewhere=elsewhere.__contains__)
     decoder.finish_loading()
     return decoder
 
@@ -99,6 +104,42 @@ def load_draft(
         load_weights(slots, reader, progress=progress, elsewhere=is_skipped_of_draft)
     model.finish_loading()
     return model
+
+
+def whole_embedding(decoder: Decoder, model: str | Path, revision: str | None = None) -> Tensor:
+    """The target's embedding table [V, D], which a draft needs, on the decoder's device.
+
+    It is the decoder's own where that has all of it, and otherwise read from `model` once more.
+
+    Args:
+        decoder: one rank's part of the target.
+        model, revision: what `decoder` was loaded from.
+    """
+    own = decoder.embed_tokens
+    if own is not None and len(own.weight) == decoder.config.vocab_size:
+        return own.weight
+    with CheckpointReader.open(resolve_checkpoint(str(model), revision)) as reader:
+        table = reader.read(f"{find_prefix(reader)}embed_tokens.weight", ())
+        return table.to(decoder.device, decoder.dtype, copy=True)
+
+
+def _names_of_all_ranks(
+    config: DecoderConfig, prefix: str, reader: CheckpointReader
+) -> frozenset[str]:
+    """What one process alone would load: what is not this rank's part of it is another's."""
+    whole = Decoder(config, dtype=torch.bfloat16, device="meta")
+    return frozenset(slot.name for slot in whole.weight_slots(prefix, reader.__contains__))
+
+
+def _checked_layout(parallelism: Parallelism, mesh: Mesh) -> Layout:
+    needs = parallelism.world_size
+    if needs > 1 and mesh == SINGLE_PROCESS:
+        raise ConfigError(
+            f"parallelism: the sizes make {needs} processes, and this one has no place among them. "
+            "Start them with musespark serve, musespark generate or torchrun, and give each its "
+            "mesh: build_mesh(parallelism, rank)."
+        )
+    return Layout(parallelism, mesh)
 
 
 def _checked_device(device: str | torch.device) -> torch.device:

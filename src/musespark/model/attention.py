@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig, LayerConfig
 from musespark.model.kv_cache import LayerCache
-from musespark.modules.linear import FusedLinear, Linear
+from musespark.modules.linear import FusedLinear, RowParallelLinear
 from musespark.ops.attention_paged import PagedSequences
 from musespark.ops.attention_prefill import attention_prefill
 from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.qk_norm_rope import qk_norm_rope
-from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
+from musespark.parallel.mesh import ALONE, MeshAxis
+from musespark.parallel.shard import HasTensor, Share, WeightSlot, weight_slots
 
 RotaryAngles = tuple[Tensor, Tensor]
 
@@ -20,7 +21,8 @@ RotaryAngles = tuple[Tensor, Tensor]
 class Attention(nn.Module):
     """o_proj( rms(attention(q, k, v)) * sigmoid(gate) ), q and k normed per head.
 
-    Full or sliding, with RoPE or without: read from the layer's config when built.
+    Full or sliding, with RoPE or without: read from the layer's config when built. Ranks that share
+    it hold a group of heads each, and hand out partial sums.
     """
 
     def __init__(
@@ -30,23 +32,27 @@ class Attention(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        axis: MeshAxis = ALONE,
     ) -> None:
+        """`axis`: the ranks that share the heads; more of them than key-value heads hold copies."""
         super().__init__()
         self.kernels = choose_kernels(device, dtype)
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        q_share = Share.of(heads * self.head_dim, axis, units=heads)
+        kv_share = Share.of(kv_heads * self.head_dim, axis, units=kv_heads)
+        self.num_heads = q_share.size // self.head_dim
+        self.num_kv_heads = kv_share.size // self.head_dim
         self.window = layer.sliding_window
         self.scale = config.attention_scale
         self.eps = config.rms_norm_eps
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkvg_proj = FusedLinear(
             config.hidden_size,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size, "gate_proj": q_size},
+            {"q_proj": q_share, "k_proj": kv_share, "v_proj": kv_share, "gate_proj": q_share},
             dtype=dtype,
             device=device,
         )
-        self.o_proj = Linear(q_size, config.hidden_size, dtype=dtype, device=device)
+        self.o_proj = RowParallelLinear(q_share, config.hidden_size, dtype=dtype, device=device)
 
     def weight_slots(self, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
         """The four projections that are fused here stand apart in a checkpoint."""
@@ -60,7 +66,7 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         angles: RotaryAngles | None,
     ) -> Tensor:
-        """[T, D], normed -> [T, D].
+        """[T, D], normed -> [T, D], to be summed over the ranks that share the heads.
 
         Args:
             hidden_states: [T, D], normed by the caller.

@@ -4,23 +4,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
-from musespark.config.parallel import MoEBackend
 from musespark.errors import RequestError
 from musespark.model.attention import RotaryAngles
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.kv_cache import LayerCache
 from musespark.model.layer import DecoderLayer
-from musespark.modules.linear import Linear
+from musespark.model.stage import StageLink
 from musespark.modules.norms import RMSNorm
+from musespark.modules.vocabulary import VocabularyEmbedding, VocabularyHead
+from musespark.moe.block import runs_on_cut_tokens
 from musespark.ops.attention_paged import PagedSequences
 from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
 from musespark.ops.rotary import rotary_angles
-from musespark.parallel.mesh import SINGLE_PROCESS, Mesh
+from musespark.parallel.layout import ONE_PROCESS, Layout
+from musespark.parallel.placement import Placement, StepPlaces
 from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
 
 
@@ -30,6 +31,9 @@ class Decoder(nn.Module):
     s      = rms(embed[ids])                                    # float32, never rounded
     s      = layer(s)  for every layer, boundaries fused
     logits = cap * tanh(multiplier * (norm(s) @ Wlm) / cap)
+
+    On many ranks this is one rank's part: the layers of its pipeline stage, and of each its share.
+    Every rank of a replica runs the same batches in the same order.
     """
 
     def __init__(
@@ -38,8 +42,7 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        mesh: Mesh = SINGLE_PROCESS,
-        moe_backend: MoEBackend = "auto",
+        layout: Layout = ONE_PROCESS,
     ) -> None:
         """Weights are left uninitialized, for a loader to fill.
 
@@ -47,41 +50,48 @@ class Decoder(nn.Module):
             config: what to build.
             dtype: the compute dtype: bfloat16, float32, or float64 (tests).
             device: where the weights live.
-            mesh: this process's place among the others.
-            moe_backend: what computes the routed experts.
+            layout: how the model is spread over processes, and what computes its experts.
         """
         super().__init__()
         device = torch.device(device)
-        self.config, self.dtype, self.mesh = config, dtype, mesh
+        self.config, self.dtype, self.layout, self.device = config, dtype, layout, device
         self.kernels = choose_kernels(device, dtype)
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device, _freeze=True
-        )
+        self._link = StageLink(layout.mesh.pipeline)
+        vocabulary, width = config.vocab_size, config.hidden_size
+        self.embed_tokens: VocabularyEmbedding | None = None
+        if self._link.is_first:
+            self.embed_tokens = VocabularyEmbedding(
+                vocabulary, width, axis=layout.tensor, dtype=dtype, device=device
+            )
+        self._here = layout.layers_here(config.num_hidden_layers)
+        self._first_cut_layer = _first_cut_layer(config, layout)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, dtype=dtype, device=device, moe_backend=moe_backend)
+            DecoderLayer(config, index, dtype=dtype, device=device, layout=layout)
+            if index in self._here
+            else nn.Identity()  # another stage's
             for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.lm_head = Linear(
-            config.hidden_size, config.vocab_size, dtype=dtype, device=device, wide_output=True
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return self.norm.weight.device
+        self.norm: RMSNorm | None = None
+        self.lm_head: VocabularyHead | None = None
+        if self._link.is_last:
+            self.norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype, device=device)
+            self.lm_head = VocabularyHead(
+                width, vocabulary, axis=layout.tensor, dtype=dtype, device=device
+            )
 
     @property
     def waits_for_device(self) -> bool:
         """Whether a forward pass asks the device for numbers, which no CUDA graph can record."""
-        parts = [self.kernels, *self.layers.modules()]
+        parts = [self.kernels, self._link, *self.layers.modules()]
         return any(getattr(part, "waits_for_device", False) for part in parts)
 
     def weight_slots(self, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
         """What the decoder takes from a checkpoint whose text weights start with `prefix`."""
-        for name in ("embed_tokens", "layers", "norm"):
-            yield from weight_slots(getattr(self, name), f"{prefix}{name}.", has)
-        yield from weight_slots(self.lm_head, "lm_head.", has)
+        for name in ("embed_tokens", "layers", "norm", "lm_head"):
+            module = getattr(self, name)
+            if module is not None:
+                where = "" if name == "lm_head" else prefix
+                yield from weight_slots(module, f"{where}{name}.", has)
 
     def finish_loading(self) -> None:
         """Derive what is derived from weights, once they are all in place."""
@@ -107,7 +117,11 @@ class Decoder(nn.Module):
 
         Args:
             batch: the step's tokens.
-            caches: every layer's keys and values, read and written; None: nothing is cached.
+            caches: the keys and values of every layer here, read and written; None: nothing is
+                cached.
+
+        Returns:
+            the logits, on every rank of the last pipeline stage; [0, V] on ranks of other stages.
         """
         return self.forward_with_taps(batch, caches, ())[0]
 
@@ -127,11 +141,15 @@ class Decoder(nn.Module):
 
         Returns:
             (logits [N, V] float32, one stream [T, D] float32 per tap), blended and not normed;
-            of all of the batch's tokens, whichever rows want logits.
+            of all of the batch's tokens, whichever rows want logits. Both are the last pipeline
+            stage's; other stages give none.
         """
         in_order = tuple(k for k in range(-1, len(self.layers)) if k in tap_layers)
         assert in_order == tuple(tap_layers)
         hidden_states, taps = self._run_layers(batch, caches, tap_layers)
+        if hidden_states is None:
+            nothing = torch.empty((0, self.config.vocab_size), device=self.device)
+            return nothing.to(wide_dtype(self.dtype)), ()
         if batch.logit_rows is not None:
             hidden_states = hidden_states.index_select(0, batch.logit_rows)
         return self._logits(hidden_states), taps
@@ -160,30 +178,57 @@ class Decoder(nn.Module):
         batch: ForwardBatch,
         caches: Sequence[LayerCache] | None,
         tap_layers: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The final norm's output [T, D], and the streams [T, D] behind `tap_layers`."""
-        angles = self._rotary_angles(batch.positions)
-        embedded = F.embedding(batch.token_ids, self.embed_tokens.weight)
-        stream = self.kernels.rms_norm(
-            embedded, None, self.config.rms_norm_eps, out_dtype=wide_dtype(self.dtype)
-        )
-        layers = cast("list[DecoderLayer]", list(self.layers))
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """The final norm's output [T, D], and the streams [T, D] behind `tap_layers`.
+
+        On a stage before the last: (None, nothing); both are on their way to the next stage.
+        """
+        num_tokens = batch.token_ids.shape[0]
+        places = StepPlaces.of(self.layout, num_tokens, batch.padding, self.device)
+        place = places.cut if self._first_cut_layer == 0 else places.whole
+        stream, taps = self._enter(batch, place, tap_layers)
+        layers = [cast("DecoderLayer", self.layers[index]) for index in self._here]
         # Each layer's last boundary norms for the next layer, or for the logits.
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
         normed = layers[0].input_layernorm(stream, out_dtype=self.dtype)
-        taps = [stream] if -1 in tap_layers else []
+        angles = self._rotary_angles(batch.positions)
         full, sliding = (self._sequences(batch, kind) for kind in (batch.full, batch.sliding))
-        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            cache = None if caches is None else caches[index]
+        for row, (index, layer) in enumerate(zip(self._here, layers, strict=True)):
             kind = self.config.layers[index]
-            sequences = full if kind.sliding_window is None else sliding
+            before, place = place, places.cut if index >= self._first_cut_layer else places.whole
             residual = layer(
-                normed, stream, sequences, cache, angles[kind.rope_theta], batch.padding
+                normed,
+                stream,
+                full if kind.sliding_window is None else sliding,
+                caches[row] if caches is not None and num_tokens else None,
+                angles[kind.rope_theta],
+                before,
+                place,
             )
-            normed, stream = residual.boundary(next_norm)
+            next_norm = next_norms[row]
+            if next_norm is None:
+                stream = residual.blend()  # a boundary does not cross stages
+            else:
+                normed, stream = residual.boundary(next_norm)
             if index in tap_layers:
-                taps.append(stream)
-        return normed, tuple(taps)
+                taps.append(place.gather(stream))
+        if self.norm is None:
+            self._link.send(stream, taps)
+            return None, ()
+        return place.gather(normed), tuple(taps)
+
+    def _enter(
+        self, batch: ForwardBatch, place: Placement, tap_layers: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The stream in front of this stage's first layer, and the taps collected by then."""
+        wide = wide_dtype(self.dtype)
+        if self.embed_tokens is None:
+            earlier = sum(layer < self._here.start for layer in tap_layers)
+            shape = (batch.token_ids.shape[0], self.config.hidden_size)
+            return self._link.receive(torch.empty(shape, dtype=wide, device=self.device), earlier)
+        embedded = place.reduce(self.embed_tokens(batch.token_ids))
+        stream = self.kernels.rms_norm(embedded, None, self.config.rms_norm_eps, out_dtype=wide)
+        return stream, [place.gather(stream)] if -1 in tap_layers else []
 
     def _sequences(
         self, batch: ForwardBatch, metadata: AttentionMetadata | None
@@ -216,7 +261,18 @@ class Decoder(nn.Module):
         }
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
+        assert self.lm_head is not None
         config = self.config
-        return self.kernels.soft_cap(
+        logits = self.kernels.soft_cap(
             self.lm_head(hidden_states), config.output_multiplier, config.final_logit_softcapping
         )
+        return self.lm_head.gather(logits)
+
+
+def _first_cut_layer(config: DecoderConfig, layout: Layout) -> int:
+    """The first layer that leaves the stream cut along tokens, in steps that are cut at all.
+
+    The leading layers that need all tokens keep it whole: cutting it would only cost a gather.
+    """
+    layers = range(config.num_hidden_layers)
+    return next((k for k in layers if runs_on_cut_tokens(config, k, layout)), len(layers))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from musespark.config.model import DecoderConfig
+from musespark.config.model import DecoderConfig, LayerConfig
+from musespark.parallel.layout import ONE_PROCESS, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +47,48 @@ def kv_cache_dtype(setting: str, compute_dtype: torch.dtype) -> torch.dtype:
     return compute_dtype if setting == "auto" else _DTYPES[setting]
 
 
-def bytes_per_block(config: DecoderConfig, kind: str, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes, over all layers of one kind together."""
-    layers = sum(layer.attention == kind for layer in config.layers)
-    values = 2 * block_size * config.num_key_value_heads * config.head_dim
+def cached_layers(config: DecoderConfig, layout: Layout = ONE_PROCESS) -> tuple[LayerConfig, ...]:
+    """The layers whose keys and values this rank holds: those of its pipeline stage."""
+    here = layout.layers_here(config.num_hidden_layers)
+    return config.layers[here.start : here.stop]
+
+
+def cached_heads(config: DecoderConfig, layout: Layout = ONE_PROCESS) -> int:
+    """Key-value heads of a layer on this rank; with more ranks than heads, several hold one."""
+    return max(1, config.num_key_value_heads // layout.tensor.size)
+
+
+def bytes_per_block(
+    config: DecoderConfig,
+    kind: str,
+    block_size: int,
+    dtype: torch.dtype,
+    layout: Layout = ONE_PROCESS,
+) -> int:
+    """Bytes that one block takes on this rank, over all layers of one kind together."""
+    layers = sum(layer.attention == kind for layer in cached_layers(config, layout))
+    values = 2 * block_size * cached_heads(config, layout) * config.head_dim
     return layers * values * dtype.itemsize
 
 
 def allocate_kv_cache(
-    config: DecoderConfig, spec: KVCacheSpec, *, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig,
+    spec: KVCacheSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: Layout = ONE_PROCESS,
 ) -> list[LayerCache]:
-    """The cache of every layer, in layer order, in `dtype` unless `spec` says otherwise.
+    """This rank's cache of every layer here, in order, in `dtype` unless `spec` says otherwise.
 
     The memory is zeroed: a masked key is never seen, but NaN in it would spread through the
     products all the same.
     """
     caches = []
-    for layer in config.layers:
+    for layer in cached_layers(config, layout):
         sliding = layer.attention == "sliding_attention"
         blocks = spec.num_sliding_blocks if sliding else spec.num_full_blocks
-        shape = (blocks, spec.block_size, config.num_key_value_heads, config.head_dim)
+        shape = (blocks, spec.block_size, cached_heads(config, layout), config.head_dim)
         key = torch.zeros(shape, dtype=spec.dtype or dtype, device=device)
         caches.append(LayerCache(key=key, value=torch.zeros_like(key)))
     return caches

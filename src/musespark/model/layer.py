@@ -4,14 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
-from musespark.config.parallel import MoEBackend
 from musespark.model.attention import Attention, RotaryAngles
 from musespark.model.kv_cache import LayerCache
 from musespark.model.mlp import DenseMLP
-from musespark.model.residual import ResidualGate, ResidualStream
+from musespark.model.residual import ColumnShardedStream, ResidualGate, ResidualStream
+from musespark.modules.linear import ColumnBlock
 from musespark.modules.norms import CentredRMSNorm, WeightFirstRMSNorm
 from musespark.moe.block import CompressedMoE
 from musespark.ops.attention_paged import PagedSequences
+from musespark.parallel.layout import ONE_PROCESS, Layout
+from musespark.parallel.placement import HERE, Placement
 
 
 class DecoderLayer(nn.Module):
@@ -24,21 +26,21 @@ class DecoderLayer(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        moe_backend: MoEBackend = "auto",
+        layout: Layout = ONE_PROCESS,
     ) -> None:
         super().__init__()
         layer = config.layers[index]
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden, eps, axis = config.hidden_size, config.rms_norm_eps, layout.tensor
         self.post_eps = config.post_norm_eps
         self.input_layernorm = CentredRMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.self_attn = Attention(config, layer, dtype=dtype, device=device)
+        self.self_attn = Attention(config, layer, dtype=dtype, device=device, axis=axis)
         self.post_attention_residual_gate = ResidualGate(config, dtype=dtype, device=device)
         self.pre_feedforward_layernorm = CentredRMSNorm(hidden, eps, dtype=dtype, device=device)
         self.mlp: CompressedMoE | DenseMLP
         if layer.mlp == "sparse":
-            self.mlp = CompressedMoE(config, index, dtype=dtype, device=device, backend=moe_backend)
+            self.mlp = CompressedMoE(config, index, dtype=dtype, device=device, layout=layout)
         else:
-            self.mlp = DenseMLP(config, dtype=dtype, device=device)
+            self.mlp = DenseMLP(config, dtype=dtype, device=device, axis=axis)
         self.post_feedforward_layernorm = WeightFirstRMSNorm(
             hidden, self.post_eps, dtype=dtype, device=device
         )
@@ -51,7 +53,8 @@ class DecoderLayer(nn.Module):
         sequences: PagedSequences | None,
         cache: LayerCache | None,
         angles: RotaryAngles | None,
-        padding: Tensor | None = None,
+        before: Placement = HERE,
+        after: Placement = HERE,
     ) -> ResidualStream:
         """Run both sub-layers.
 
@@ -59,23 +62,27 @@ class DecoderLayer(nn.Module):
             attn_input: [T, D], the stream normed by `input_layernorm`.
             stream: [T, D] float32.
             sequences, cache, angles: as for `Attention`.
-            padding: [T] bool, True for rows that are no tokens; None: none are.
+            before: where the rows of `attn_input` and `stream` are.
+            after: where those of the result shall be.
 
         Returns:
             The stream after attention, with the FFN's branch waiting to be blended.
         """
+        attended = self.self_attn(before.gather(attn_input), sequences, cache, angles)
         after_attention = ResidualStream(
-            stream=stream,
-            branch=self.self_attn(attn_input, sequences, cache, angles),
+            stream=stream if after is before else after.shard(stream),
+            branch=after.reduce(attended),
             gate=self.post_attention_residual_gate,
             post_norm=None,
             post_eps=self.post_eps,
         )
         ffn_input, stream = after_attention.boundary(self.pre_feedforward_layernorm)
-        return ResidualStream(
-            stream=stream,
-            branch=self.mlp(ffn_input, padding),
-            gate=self.post_feedforward_residual_gate,
-            post_norm=self.post_feedforward_layernorm,
-            post_eps=self.post_eps,
-        )
+        return self._with_branch(stream, self.mlp(ffn_input, after))
+
+    def _with_branch(self, stream: Tensor, branch: Tensor | ColumnBlock) -> ResidualStream:
+        gate, norm = self.post_feedforward_residual_gate, self.post_feedforward_layernorm
+        if isinstance(branch, ColumnBlock):
+            return ColumnShardedStream(
+                stream, branch.values, gate, norm, self.post_eps, branch.axis
+            )
+        return ResidualStream(stream, branch, gate, norm, self.post_eps)

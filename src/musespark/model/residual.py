@@ -14,6 +14,8 @@ from musespark.modules.norms import RMSNorm, WeightFirstRMSNorm
 from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
 from musespark.ops.residual_gate import residual_gate
+from musespark.parallel.collectives import gather_columns
+from musespark.parallel.mesh import MeshAxis
 
 
 class ResidualGate(nn.Module):
@@ -74,3 +76,26 @@ class ResidualStream:
             None if self.post_norm is None else self.post_norm.gain,
             self.post_eps,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnShardedStream(ResidualStream):
+    """A deferred boundary whose branch [T, D / size] is still this rank's block of columns.
+
+    The blocks are gathered by the boundary that consumes them.
+    """
+
+    axis: MeshAxis
+
+    def materialize(self) -> ResidualStream:
+        """The same boundary with the whole branch."""
+        branch = gather_columns(self.branch, self.axis)
+        return ResidualStream(self.stream, branch, self.gate, self.post_norm, self.post_eps)
+
+    def boundary(self, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Gather, then as for a whole branch."""
+        return self.materialize().boundary(pre_norm)
+
+    def blend(self) -> Tensor:
+        """Gather, then as for a whole branch."""
+        return self.materialize().blend()

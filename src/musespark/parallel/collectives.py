@@ -96,7 +96,7 @@ class Sending:
         self._tensor, self._work = tensor, work
 
     def is_done(self) -> bool:
-        """Whether it has left."""
+        """Whether it is known to have left; gloo knows only after `wait`."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:

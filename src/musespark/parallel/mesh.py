@@ -33,17 +33,20 @@ class MeshAxis:
         assert 0 <= self.rank < self.size
 
 
+ALONE = MeshAxis()
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """This process's place along every axis."""
 
-    tensor: MeshAxis = MeshAxis()
+    tensor: MeshAxis = ALONE
     """The ranks that share every layer of one stage of one replica."""
-    expert: MeshAxis = MeshAxis()
+    expert: MeshAxis = ALONE
     """The ranks that the experts of a layer are handed out to; alone without expert parallelism."""
-    pipeline: MeshAxis = MeshAxis()
+    pipeline: MeshAxis = ALONE
     """The stages of one replica."""
-    data: MeshAxis = MeshAxis()
+    data: MeshAxis = ALONE
     """The replicas."""
 
     @property

@@ -11,6 +11,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from musespark.parallel.mesh import MeshAxis
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's run of one dimension that is cut over ranks."""
+
+    total: int
+    """Size of the dimension before the cut."""
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, total: int) -> "Share":
+        """All of it."""
+        return cls(total, 0, total)
+
+    @classmethod
+    def of(cls, total: int, axis: MeshAxis, *, units: int | None = None) -> "Share":
+        """One of `axis.size` equal shares.
+
+        Args:
+            total: size of the dimension.
+            axis: whose ranks share it.
+            units: how many pieces cannot be cut further (heads); None: every element can be. With
+                more ranks than pieces, neighbouring ranks hold the same one.
+        """
+        pieces = total if units is None else units
+        if pieces < axis.size:
+            start = axis.rank * pieces // axis.size
+            stop = start + 1
+        else:
+            start = axis.rank * pieces // axis.size
+            stop = (axis.rank + 1) * pieces // axis.size
+        size = total // pieces
+        return cls(total, start * size, stop * size)
+
+    @property
+    def size(self) -> int:
+        """Elements here."""
+        return self.stop - self.start
+
+    @property
+    def index(self) -> slice:
+        """The run as a slice of the whole dimension."""
+        return slice(self.start, self.stop)
+
+
 # What a tensor stored for a floating-point parameter may be stored as.
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

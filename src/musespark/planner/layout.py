@@ -73,13 +73,10 @@ class Layout:
 
     def stages(self, config: DecoderConfig) -> Iterator[Stage]:
         """The pipeline's stages, alike to one layer; the longer ones first."""
-        share, longer = divmod(config.num_hidden_layers, self.pp)
-        first = 0
         for index in range(self.pp):
-            count = share + (index < longer)
-            layers = config.layers[first : first + count]
-            yield Stage(first, layers, index == 0, index == self.pp - 1)
-            first += count
+            here = self.parallelism.layers_of_stage(config.num_hidden_layers, index)
+            layers = config.layers[here.start : here.stop]
+            yield Stage(here.start, layers, index == 0, index == self.pp - 1)
 
     def kv_heads(self, config: DecoderConfig) -> int:
         """Key-value heads on one rank; with more ranks than heads, several hold the same one."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from musespark.modules.norms import WeightFirstRMSNorm
+from musespark.moe.experts.part import ExpertPart
 from musespark.moe.router import Routing
 from musespark.parallel.shard import HasTensor, WeightSlot
 
@@ -60,6 +61,7 @@ class Experts(Protocol):
     """A set of routed experts."""
 
     post_expert_norm: WeightFirstRMSNorm
+    part: ExpertPart
 
     def __call__(self, activations: Activations, routing: Routing) -> ExpertOutput:
         """Run the experts on the tokens that are routed to them."""

@@ -1,0 +1,130 @@
+"""Batches that one process ran, run again on many ranks.
+
+What must come out is what the one process computed: its logits, its streams behind chosen layers.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from tests.engine.harness import GREEDY, engine_for, finish, layout_for, runner_for
+from torch import Tensor
+
+from musespark import load_decoder
+from musespark.config.parallel import Parallelism
+from musespark.model.batch import ForwardBatch
+from musespark.model.decoder import Decoder
+from musespark.model.kv_cache import KVCacheSpec, allocate_kv_cache
+from musespark.parallel.mesh import build_mesh
+
+TAPS = (-1, 0, 3, 5)
+
+
+@dataclass
+class Step:
+    """One forward pass: its batch, and what it gave."""
+
+    batch: ForwardBatch
+    cached: bool
+    logits: Tensor
+    taps: tuple[Tensor, ...]
+
+
+@dataclass
+class Recording:
+    """All steps of one run, and the cache they need."""
+
+    spec: KVCacheSpec
+    steps: list[Step]
+
+
+class _Recorder:
+    """A runner that keeps what went through it."""
+
+    def __init__(self, inner, steps):
+        self._inner, self._steps, self.device = inner, steps, inner.device
+
+    def run(self, batch):
+        logits, taps = self._inner.run_with_taps(batch)
+        self._steps.append(Step(batch, True, logits.clone(), taps))
+        return logits
+
+
+def record(decoder: Decoder, lengths, *, prompts=(), chunk=7, max_tokens=5) -> Recording:
+    """Uncached sequences of some lengths, then prompts through the cache, in chunks."""
+    vocabulary = decoder.config.vocab_size
+    generator = torch.Generator().manual_seed(len(lengths))
+
+    def random_tokens(count):
+        return torch.randint(vocabulary, (count,), generator=generator)
+
+    steps = []
+    for length in lengths:
+        batch = ForwardBatch.uncached(random_tokens(length))
+        steps.append(Step(batch, False, *decoder.forward_with_taps(batch, None, TAPS)))
+    cache = layout_for(decoder, 4, 64)
+    runner = runner_for(decoder, cache)
+    runner._tap_layers = TAPS
+    engine = engine_for(
+        _Recorder(runner, steps), cache, vocab_size=vocabulary, max_num_batched_tokens=chunk
+    )
+    for length in prompts:
+        engine.add_request(random_tokens(length).tolist(), replace(GREEDY, max_tokens=max_tokens))
+    finish(engine)
+    return Recording(KVCacheSpec(4, cache.num_full_blocks, cache.num_sliding_blocks), steps)
+
+
+def idle(like: Recording, num_steps: int) -> Recording:
+    """As many steps without a token."""
+    batch = ForwardBatch.uncached(torch.empty(0, dtype=torch.int64))
+    step = like.steps[0]
+    empty = Step(batch, False, step.logits[:0], tuple(tap[:0] for tap in step.taps))
+    return Recording(like.spec, [empty] * num_steps)
+
+
+def replay(rank, settings, folder, recordings, dtype="float32", pack=False):
+    """Run a replica's recording on this rank: its largest errors, or why there are none.
+
+    Replicas go step by step together; one whose steps are over runs empty ones.
+
+    Returns:
+        (largest error of the logits, of the taps, steps whose greedy tokens differ, steps run),
+        errors in units of the largest magnitude; None on ranks that hand out nothing.
+    """
+    parallelism = Parallelism(**settings)
+    mesh = build_mesh(parallelism, rank)
+    decoder = load_decoder(folder, dtype=dtype, parallelism=parallelism, mesh=mesh)
+    if pack:
+        decoder.pack()
+    recording = recordings[mesh.data.rank % len(recordings)]
+    most = max(len(each.steps) for each in recordings)
+    steps = recording.steps + idle(recording, most - len(recording.steps)).steps
+    caches = allocate_kv_cache(
+        decoder.config,
+        recording.spec,
+        dtype=decoder.dtype,
+        device=decoder.device,
+        layout=decoder.layout,
+    )
+    errors, tap_errors, flips = [0.0], [0.0], 0
+    for step in steps:
+        logits, taps = decoder.forward_with_taps(step.batch, caches if step.cached else None, TAPS)
+        if mesh.pipeline.rank != mesh.pipeline.size - 1:
+            assert logits.shape == (0, decoder.config.vocab_size)
+            assert taps == ()
+            continue
+        assert logits.shape == step.logits.shape
+        errors.append(_error(logits, step.logits))
+        tap_errors += [_error(*pair) for pair in zip(taps, step.taps, strict=True)]
+        flips += not torch.equal(logits.argmax(dim=-1), step.logits.argmax(dim=-1))
+    dist.barrier()  # a message to a slower rank lives as long as the decoder that sent it
+    if mesh.pipeline.rank != mesh.pipeline.size - 1:
+        return None
+    return max(errors), max(tap_errors), flips, len(steps)
+
+
+def _error(found, expected):
+    assert found.dtype == expected.dtype
+    if not expected.numel():
+        return 0.0
+    return float((found - expected).abs().max() / expected.abs().max())

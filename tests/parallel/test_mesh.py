@@ -7,12 +7,20 @@ import pytest
 from musespark.config.parallel import Parallelism
 from musespark.errors import ConfigError
 from musespark.parallel.collectives import all_gather
-from musespark.parallel.mesh import SINGLE_PROCESS, build_mesh, place_on_mesh
+from musespark.parallel.mesh import SINGLE_PROCESS, MeshAxis, build_mesh, place_on_mesh
 
 ALL_AXES: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 3,
     "data_parallel_size": 2,
+}
+
+SHARED: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "data_parallel_size": 2,
+    "expert_parallel": True,
+    "moe_backend": "all_to_all",
+    "sequence_parallel": True,
 }
 
 
@@ -22,15 +30,20 @@ def test_one_process_needs_no_groups():
 
 
 def test_rank_order():
-    parallelism = Parallelism(**ALL_AXES, expert_parallel=True)
+    parallelism = Parallelism(**ALL_AXES)
     for rank in range(parallelism.world_size):
         mesh = place_on_mesh(parallelism, rank)
         assert rank == (mesh.data.rank * 3 + mesh.pipeline.rank) * 2 + mesh.tensor.rank
         assert (mesh.tensor.size, mesh.pipeline.size, mesh.data.size) == (2, 3, 2)
-        assert mesh.expert.size == 4
-        assert mesh.expert.rank == mesh.data.rank * 2 + mesh.tensor.rank
-    without = place_on_mesh(Parallelism(**ALL_AXES), 11)
-    assert (without.expert.rank, without.expert.size) == (0, 1)
+        assert (mesh.expert.rank, mesh.expert.size) == (0, 1)
+
+
+def test_experts_are_handed_out_over_tensor_ranks_and_replicas_of_a_stage():
+    for rank in range(4):
+        assert place_on_mesh(Parallelism(**SHARED), rank).expert == MeshAxis(rank, 4)
+    stages = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1, "sequence_parallel": False}
+    experts = [place_on_mesh(Parallelism(**SHARED | stages), rank).expert for rank in range(4)]
+    assert experts == [MeshAxis(0, 2), MeshAxis(0, 2), MeshAxis(1, 2), MeshAxis(1, 2)]
 
 
 def test_one_driver_for_each_replica():
@@ -46,14 +59,7 @@ def test_a_rank_that_is_not_there(rank):
 
 
 def test_groups_hold_the_ranks_of_their_axis(workers):
-    settings: dict[str, Any] = {
-        "tensor_parallel_size": 2,
-        "data_parallel_size": 2,
-        "expert_parallel": True,
-        "moe_backend": "all_to_all",
-        "sequence_parallel": True,
-    }
-    found = workers.run(4, ranks_of_groups, settings)
+    found = workers.run(4, ranks_of_groups, SHARED)
     expert = [0, 1, 2, 3]
     assert found == [
         {"tensor": [0, 1], "expert": expert, "pipeline": [0], "data": [0, 2]},

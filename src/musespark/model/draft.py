@@ -267,7 +267,7 @@ class DraftDecoder(nn.Module):
             pick: draws tokens from logits.
         """
         hidden = self._run_block(anchor_ids, context, caches, num_tokens)  # [B, N, D]
-        base = self.lm_head(hidden)  # [B, N, V_draft] float32
+        base = self.lm_head(hidden.flatten(0, 1)).unflatten(0, (-1, num_tokens))
         previous, tokens, logits, embedded = anchor_ids, [], [], []
         for place in range(num_tokens):
             bias: Tensor | float = 0.0

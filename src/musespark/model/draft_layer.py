@@ -235,7 +235,8 @@ class DraftAttention(nn.Module):
             inputs.view,
             self.scale,
         )
-        return self.o_proj(self._finish(attended.flatten(0, 1), gates).flatten(1))
+        attended = attended.flatten(0, 1).contiguous()  # [B * N, heads, head_dim]
+        return self.o_proj(self._finish(attended, gates).flatten(1))
 
 
 class DraftFeedForward(nn.Module):

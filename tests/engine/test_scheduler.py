@@ -387,8 +387,9 @@ def test_right_guesses_save_steps_and_wrong_ones_cost_none():
 def test_guesses_leave_prompts_half_of_the_budget_and_are_limited_from_outside():
     asked = []
 
-    def choose(requests, num_others):
-        asked.append((len(requests), num_others))
+    def choose(requests, num_sequences, num_tokens):
+        assert num_sequences == 1
+        asked.append((len(requests), num_tokens))
         return [2] * len(requests)
 
     layout = smallest_layout(4, 6, 40, spare=30)

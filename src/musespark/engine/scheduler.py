@@ -18,8 +18,9 @@ from musespark.engine.request import FinishReason, Request, RequestStatus
 _PROMPT_LOGPROBS_CHUNK = 256
 
 
-ChooseWidths = Callable[[Sequence[Request], int], Sequence[int]]
-"""How many of each request's guessed tokens to run, beside a number of other tokens."""
+ChooseWidths = Callable[[Sequence[Request], int, int], Sequence[int]]
+"""How many of each request's guessed tokens to run: (requests, sequences that decode, tokens that
+the step runs in any case)."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -195,15 +196,15 @@ class Scheduler:
         places = [i for i, item in enumerate(scheduled) if item.request.draft_token_ids]
         requests = [scheduled[place].request for place in places]
         limit = budget
-        num_others = len(scheduled)
+        num_tokens = len(scheduled)
         if prefills or self.waiting:
             limit //= 2
             backlog = sum(request.num_uncomputed_tokens for request in prefills)
-            num_others += min(backlog, budget - limit)
+            num_tokens += min(backlog, budget - limit)
         if self._choose_widths is None:
             widths: Sequence[int] = [len(request.draft_token_ids) for request in requests]
         else:
-            widths = self._choose_widths(requests, num_others)
+            widths = self._choose_widths(requests, len(scheduled), num_tokens)
         left = limit
         for place, request, wanted in zip(places, requests, widths, strict=True):
             # One token comes in any case.

@@ -1,0 +1,152 @@
+"""How many guessed tokens are worth verifying: a pure function of how likely they are to stay and
+of what a step costs.
+
+Verifying costs rows, and every row of an MoE model brings experts of its own into the step. So the
+number of rows follows the load: where a step is as long with a few more tokens, all guesses are
+verified; where each token adds to it, only likely ones are; and with a large batch none.
+
+Which guesses are verified may depend on the tokens before them and not on themselves or later ones:
+otherwise the tokens that come out would not be distributed as the target has them. Two rules see to
+that. Guesses are taken in order of how likely they are to stay, which falls along each request, up
+to the first that does not pay. And whether to guess at all is decided before, by what past guesses
+have brought.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
+
+_Points = tuple[tuple[int, float], ...]
+
+# Of each position of a guess, before anything is known: how often it is right if those before are.
+_PRIOR = 0.75
+# How much one observation counts, and how fast old ones are forgotten while nothing is guessed, so
+# that a draft that was bad at one text gets another try.
+_NEW, _FORGET = 0.02, 0.001
+# What guessing must bring to be worth it, since times are measured with some noise.
+_MARGIN = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured times, in seconds, by ascending size."""
+
+    step: _Points
+    """(tokens, seconds) of a step of the target."""
+    draft: _Points
+    """(sequences, seconds) of guessing for so many."""
+
+    def step_seconds(self, num_tokens: int) -> float:
+        """Of a step of so many tokens."""
+        return _interpolate(self.step, num_tokens)
+
+    def draft_seconds(self, num_sequences: int) -> float:
+        """Of guessing for so many sequences."""
+        return _interpolate(self.draft, num_sequences)
+
+    def hull(self, num_tokens: int) -> list[tuple[int, float]]:
+        """The largest convex curve from a step of `num_tokens` tokens on that no measured time is
+        below: where the first further token is dear and the next are cheap, it spreads the price
+        over all of them."""
+        points = [(num_tokens, self.step_seconds(num_tokens))]
+        points += [point for point in self.step if point[0] > num_tokens]
+        hull: list[tuple[int, float]] = []
+        for point in points:
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        return hull
+
+
+def choose_widths(
+    survival: Sequence[Sequence[float]], num_sequences: int, num_tokens: int, costs: StepCosts
+) -> list[int]:
+    """How many of each request's guesses to verify, for the most tokens per second.
+
+    Args:
+        survival: of each request's guesses, how likely each is to stay; falls along a request.
+        num_sequences: tokens that the step brings in any case.
+        num_tokens: tokens that it runs in any case.
+        costs: what a step takes.
+    """
+    places = sorted(
+        ((place, index) for place, chances in enumerate(survival) for index in range(len(chances))),
+        key=lambda item: -survival[item[0]][item[1]],
+    )
+    hull = tuple(costs.hull(num_tokens))
+    widths = [0] * len(survival)
+    tokens, seconds = float(num_sequences), hull[0][1]
+    for count, (place, index) in enumerate(places, start=1):
+        more = tokens + survival[place][index]
+        longer = _interpolate(hull, num_tokens + count)
+        if more * seconds <= tokens * longer:
+            break
+        assert widths[place] == index
+        widths[place] += 1
+        tokens, seconds = more, longer
+    return widths
+
+
+class Acceptance:
+    """How often guesses have been right of late, position by position."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._rates = [_PRIOR] * num_tokens
+
+    @property
+    def survival(self) -> list[float]:
+        """How likely each position of a guess is to stay."""
+        return list(accumulate(self._rates, mul))
+
+    def observe(self, num_verified: int, num_accepted: int) -> None:
+        """Take in what became of one guess."""
+        for index in range(min(num_verified, num_accepted + 1)):
+            self._rates[index] += _NEW * ((index < num_accepted) - self._rates[index])
+
+    def forget(self) -> None:
+        """Take in that a step went by without guesses."""
+        self._rates = [rate + _FORGET * (_PRIOR - rate) for rate in self._rates]
+
+    def is_worthwhile(self, num_guessing: int, num_sequences: int, costs: StepCosts) -> bool:
+        """Whether to guess for `num_guessing` of `num_sequences` that decode."""
+        plain = num_sequences / costs.step_seconds(num_sequences)
+        drafting = costs.draft_seconds(num_guessing)
+        return any(
+            (num_sequences + num_guessing * gained)
+            / (drafting + costs.step_seconds(num_sequences + num_guessing * width))
+            > plain * _MARGIN
+            for width, gained in enumerate(accumulate(self.survival), start=1)
+        )
+
+
+def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
+    """On straight lines between the points; beyond them, on the line of the last two."""
+    place = bisect_left(points, x, key=lambda point: point[0])
+    if (place < len(points) and points[place][0] == x) or len(points) == 1:
+        return points[min(place, len(points) - 1)][1]
+    place = min(max(place, 1), len(points) - 1)
+    former, latter = points[place - 1], points[place]
+    return former[1] + _slope(former, latter) * (x - former[0])
+
+
+def _slope(former: tuple[int, float], latter: tuple[int, float]) -> float:
+    return (latter[1] - former[1]) / (latter[0] - former[0])
+
+
+def smoothed(points: Sequence[tuple[int, float]]) -> _Points:
+    """Measured times without their noise where it makes a larger step look faster."""
+    times = accumulate((seconds for _, seconds in reversed(points)), min)
+    return tuple(zip((size for size, _ in points), reversed(list(times)), strict=True))
+
+
+def check_costs(costs: StepCosts) -> bool:
+    """Whether these can be costs: sizes ascend from 1 on, and times are positive."""
+    return all(
+        points
+        and points[0][0] == 1
+        and all(seconds > 0 for _, seconds in points)
+        and all(former[0] < latter[0] for former, latter in pairwise(points))
+        for points in (costs.step, costs.draft)
+    )

@@ -50,9 +50,9 @@ class NoModel:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def run(self, batch: ForwardBatch) -> Tensor:
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert batch.logit_rows is not None
-        return self._logits[: len(batch.logit_rows)]
+        return self._logits[: len(batch.logit_rows)], ()
 
 
 def make_engine(num_seqs: int) -> Engine:

@@ -30,7 +30,7 @@ class HookedModel:
     def device(self) -> torch.device:
         return self._model.device
 
-    def run(self, batch: ForwardBatch) -> Tensor:
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         self._hook(batch)
         return self._model.run(batch)
 

@@ -49,7 +49,8 @@ class FakeModel:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def run(self, batch: ForwardBatch) -> Tensor:
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The stream of each token is the token itself."""
         assert batch.logit_rows is not None
         self.batches.append(batch)
         self.num_tokens.append(len(batch.token_ids))
@@ -66,7 +67,8 @@ class FakeModel:
             sequence = int(np.searchsorted(batch.query_start, row, side="right")) - 1
             length = int(batch.positions[row]) + 1
             rows.append(next_logits(self._read(batch, sequence, length)))
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+        logits = torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+        return logits, (batch.token_ids[:, None].float(),)
 
     def _read(self, batch: ForwardBatch, sequence: int, length: int) -> list[int]:
         """The first `length` tokens of a sequence, as far as the caches still hold them."""

@@ -41,12 +41,12 @@ class AllLogitsRunner:
     def device(self) -> torch.device:
         return self._inner.device
 
-    def run(self, batch: ForwardBatch) -> Tensor:
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert batch.logit_rows is not None
-        logits = self._inner.run(dataclasses.replace(batch, logit_rows=None))
+        logits, taps = self._inner.run(dataclasses.replace(batch, logit_rows=None))
         self.positions += batch.positions.tolist()
         self.rows += logits.clone().unbind(0)
-        return logits.index_select(0, batch.logit_rows)
+        return logits.index_select(0, batch.logit_rows), taps
 
     def logits(self) -> Tensor:
         """[T, V] of one request that was never preempted, in order of position."""

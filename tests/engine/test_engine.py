@@ -300,7 +300,8 @@ class FixedLogits(FakeModel):
         self._logits = logits
 
     def run(self, batch):
-        return self._logits.expand(len(super().run(batch)), -1).clone()
+        logits, taps = super().run(batch)
+        return self._logits.expand(len(logits), -1).clone(), taps
 
 
 @pytest.mark.parametrize(

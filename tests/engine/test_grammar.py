@@ -57,7 +57,7 @@ class NoiseModel:
 
     def run(self, batch):
         rows = batch.logit_rows.tolist()
-        return torch.stack([self._row(int(batch.positions[row])) for row in rows])
+        return torch.stack([self._row(int(batch.positions[row])) for row in rows]), ()
 
     def _row(self, position):
         generator = torch.Generator().manual_seed(position)

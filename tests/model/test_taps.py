@@ -55,7 +55,7 @@ def test_taps_are_float32_and_of_all_tokens_in_bfloat16_too(folder):
     decoder = load_decoder(folder, device=DEVICE, dtype="bfloat16")
     runner = ModelRunner(decoder, KVCacheSpec(4, 24, 24), tap_layers=(-1, 2))
     batch = make_batch([1, 5, 3], [12, 11, 3])
-    logits, taps = runner.run_with_taps(batch)
+    logits, taps = runner.run(batch)
     assert logits.shape == (9, 128)
     assert [(tap.shape, tap.dtype) for tap in taps] == [((9, 64), torch.float32)] * 2
     assert not any(torch.equal(tap, tap.bfloat16().float()) for tap in taps)
@@ -67,7 +67,7 @@ def test_one_by_one_gives_the_taps_of_all_sequences_in_order(folder):
     spec = KVCacheSpec(4, layout.num_full_blocks, layout.num_sliding_blocks)
     batch = make_batch([1, 5, 3], [12, 11, 3])
     together, alone = (
-        kind(decoder, spec, tap_layers=(0, 5)).run_with_taps(batch)[1]
+        kind(decoder, spec, tap_layers=(0, 5)).run(batch)[1]
         for kind in (ModelRunner, OneByOneRunner)
     )
     for one, other in zip(together, alone, strict=True):

@@ -87,6 +87,25 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """What guessing ahead has brought so far. A cycle is one sequence's guess, verified."""
+
+    cycles: int = 0
+    cycle_tokens: int = 0
+    """Tokens that they have added to outputs, the one that each step brings in any case included.
+    """
+    verified: list[int] = field(default_factory=list)
+    """For each position of a guess, how many tokens were verified there."""
+    accepted: list[int] = field(default_factory=list)
+    """And how many of them stayed."""
+    draft_seconds: float = 0.0
+    """Time spent on taking in tokens and guessing."""
+    saved_seconds: float = 0.0
+    """Estimate: what the tokens of steps with guesses would have taken one by one, less what those
+    steps took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot between two steps. `num_*` of the first group are now, the rest only grow."""
 
@@ -118,6 +137,8 @@ class EngineStats:
     schedule_seconds: float = 0.0
     """The share of it that went to scheduling, building inputs and bookkeeping, and not to the
     model and to sampling."""
+    speculation: SpeculationStats | None = None
+    """None without a draft."""
 
 
 class OutputStream(Protocol):

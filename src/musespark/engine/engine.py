@@ -14,7 +14,7 @@ from musespark.config.sampling import SamplingParams
 from musespark.config.structured_output import StructuredOutput
 from musespark.engine.checks import check_request
 from musespark.engine.client import EngineStats
-from musespark.engine.executor import Executor
+from musespark.engine.executor import Executor, StepOutput
 from musespark.engine.grammar import Grammar, GrammarCompiler, new_bitmask, unpack_bitmask
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.prompt_logprobs import take_prompt_logprobs, wants_prompt_logprobs
@@ -25,8 +25,9 @@ from musespark.engine.request import (
     TokenConstraint,
     TokenLogprobs,
 )
-from musespark.engine.sampler import Guesses, SampledTokens, Sampler
+from musespark.engine.sampler import SampledTokens, Sampler
 from musespark.engine.scheduler import ScheduledRequest, Scheduler
+from musespark.engine.speculation import Speculation, StepPart
 from musespark.engine.step_plan import StepPlan, StepPlanner
 from musespark.errors import RequestError
 from musespark.moe.load import ExpertLoad
@@ -69,6 +70,7 @@ class _Step:
 
     schedule: list[ScheduledRequest]
     plan: StepPlan
+    started: float
 
 
 class Engine:
@@ -81,9 +83,12 @@ class Engine:
         limits: EngineLimits,
         grammars: GrammarCompiler | None = None,
         expert_load: ExpertLoad | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`grammars` is None where output cannot be constrained, `expert_load` where the experts'
-        load is not counted."""
+        load is not counted, `speculation` where nothing is guessed ahead."""
+        assert speculation is None or limits.fixed_chunk is None
+        self._speculation = speculation
         self._executor, self._grammars = executor, grammars
         self.expert_load = expert_load
         self._limits = limits
@@ -94,6 +99,7 @@ class Engine:
             prefix_caching=limits.prefix_caching,
             fixed_chunk=limits.fixed_chunk,
             depth=executor.depth,
+            choose_widths=None if speculation is None else speculation.choose_widths,
         )
         self._planner = StepPlanner(layout, limits.max_num_seqs)
         self._sampler = Sampler(limits.max_num_seqs, executor.device)
@@ -102,7 +108,7 @@ class Engine:
         self._next_id = 0
         self._finished: Counter[str] = Counter()
         self._num_prompt_tokens = self._num_new_tokens = self._num_steps = 0
-        self._step_seconds = self._model_seconds = 0.0
+        self._step_seconds = self._model_seconds = self._last_collected = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -211,7 +217,7 @@ class Engine:
             return False
         # Sequences with a single new token attend together, so they must be first.
         schedule.sort(key=lambda item: item[1] > 1)
-        step = _Step(schedule, self._planner.plan(schedule))
+        step = _Step(schedule, self._planner.plan(schedule), time.perf_counter())
         self._executor.submit(step.plan)
         for request, *_ in schedule:
             request.is_under_way = True
@@ -222,15 +228,41 @@ class Engine:
         """The tokens of the oldest step."""
         started = time.perf_counter()
         step = self._under_way.popleft()
-        logits = self._executor.collect()
-        schedule, logits = self._still_wanted(step, logits)
+        output = self._executor.collect()
+        schedule, logits = self._still_wanted(step, output.logits)
         sampling = [item for item in schedule if item.samples]
         if any(wants_prompt_logprobs(item.request) for item in schedule):
             logits = take_prompt_logprobs(schedule, logits)
         sampled = self._sample(logits, sampling)
         # Only now is it known that a GPU has finished: the sampled tokens are here.
         self._model_seconds += time.perf_counter() - started
-        return self._commit_all(schedule, sampling, sampled)
+        results = self._commit_all(schedule, sampling, sampled)
+        if self._speculation is not None:
+            self._speculate(self._speculation, step, output, schedule, results)
+        return results
+
+    def _speculate(
+        self,
+        speculation: Speculation,
+        step: _Step,
+        output: StepOutput,
+        schedule: list[ScheduledRequest],
+        results: list[NewToken],
+    ) -> None:
+        """Let the draft take in what stands of a step, and guess what follows."""
+        places = {id(item.request): place for place, item in enumerate(step.schedule)}
+        counts = Counter((token.request_id, token.output_index) for token in results)
+        parts = []
+        for item in schedule:
+            request = item.request
+            # The last of the new tokens is sampled, and was not run.
+            num_new = counts[request.request_id, request.index]
+            num_kept = item.num_new_tokens - item.num_drafts + max(0, num_new - 1)
+            parts.append(StepPart(request, places[id(request)], num_kept, num_new > 0))
+        speculation.follow(output, parts, self._sampler)
+        started = max(step.started, self._last_collected)
+        self._last_collected = time.perf_counter()
+        speculation.count_time(schedule, len(results), self._last_collected - started)
 
     def _still_wanted(self, step: _Step, logits: Tensor) -> tuple[list[ScheduledRequest], Tensor]:
         """A step without the requests that were aborted while it was under way."""
@@ -261,6 +293,7 @@ class Engine:
             steps=self._num_steps,
             step_seconds=self._step_seconds,
             schedule_seconds=self._step_seconds - self._model_seconds,
+            speculation=None if self._speculation is None else self._speculation.stats(),
         )
 
     def _commit_all(
@@ -286,8 +319,12 @@ class Engine:
             return SampledTokens([], [])
         requests = [item.request for item in sampling]
         if self._limits.fixed_chunk is None:
-            guesses = self._guesses(sampling)
-            return self._sampler.sample(logits, requests, self._forbidden(sampling), guesses)
+            speculation = self._speculation
+            guesses = None if speculation is None else speculation.guesses(sampling)
+            sampled = self._sampler.sample(logits, requests, self._forbidden(sampling), guesses)
+            if speculation is not None:
+                speculation.observe(sampling, sampled.token_ids)
+            return sampled
         token_ids, logprobs = list[list[int]](), list[list[TokenLogprobs] | None]()
         for row, item in enumerate(sampling):
             forbidden = self._forbidden([item])
@@ -295,11 +332,6 @@ class Engine:
             token_ids += sampled.token_ids
             logprobs += sampled.logprobs
         return SampledTokens(token_ids, logprobs)
-
-    def _guesses(self, sampling: list[ScheduledRequest]) -> Guesses | None:
-        """What the step's requests have guessed; None if nobody has."""
-        counts = [item.num_drafts for item in sampling]
-        return Guesses(counts, [None] * len(counts)) if any(counts) else None
 
     def _commit(
         self, item: ScheduledRequest, token_ids: list[int], logprobs: list[TokenLogprobs] | None

@@ -1,7 +1,7 @@
 """The seam between the engine and whatever runs its batches."""
 
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,17 @@ from musespark.engine.inputs import InputBuilder
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.step_plan import StepPlan
 from musespark.model.batch import ForwardBatch
+
+
+class StepOutput(NamedTuple):
+    """A step that has run."""
+
+    batch: ForwardBatch
+    """Its inputs, where the engine is."""
+    logits: Tensor
+    """[N, V] float32 of its wanted rows."""
+    taps: tuple[Tensor, ...]
+    """[T, D] float32 each: streams of all its rows, where a draft reads some."""
 
 
 class Executor(Protocol):
@@ -34,8 +45,8 @@ class Executor(Protocol):
         """Begin a step; at most `depth` may be under way."""
         ...
 
-    def collect(self) -> Tensor:
-        """Logits [N, V] float32 of the wanted rows of the oldest step under way."""
+    def collect(self) -> StepOutput:
+        """What has come of the oldest step under way."""
         ...
 
 
@@ -47,8 +58,8 @@ class Runner(Protocol):
         """Where batches must be."""
         ...
 
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits [N, V] float32 of the batch's wanted rows."""
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(logits [N, V] float32 of the batch's wanted rows, tapped streams [T, D] of all)."""
         ...
 
 
@@ -79,5 +90,6 @@ class InProcessExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._batches.append(self._inputs.build(plan))
 
-    def collect(self) -> Tensor:
-        return self._runner.run(self._batches.popleft())
+    def collect(self) -> StepOutput:
+        batch = self._batches.popleft()
+        return StepOutput(batch, *self._runner.run(batch))

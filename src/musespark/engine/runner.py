@@ -18,7 +18,7 @@ class ModelRunner:
     def __init__(
         self, decoder: Decoder, spec: KVCacheSpec, *, tap_layers: Sequence[int] = ()
     ) -> None:
-        """`tap_layers`: as for `Decoder.forward_with_taps`; what `run_with_taps` hands out."""
+        """`tap_layers`: as for `Decoder.forward_with_taps`; what `run` hands out."""
         self._decoder, self._block_size = decoder, spec.block_size
         self._tap_layers = tuple(tap_layers)
         self._caches = allocate_kv_cache(
@@ -46,12 +46,9 @@ class ModelRunner:
         """Whether attention reads the batches' masks; kernels read lengths instead."""
         return self._decoder.kernels.attention_paged is attention_paged
 
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits [N, V] float32 of the batch's wanted rows; writes the batch's keys and values."""
-        return self.run_with_taps(batch)[0]
-
-    def run_with_taps(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As `run`, and the stream [T, D] float32 of every token behind each of `tap_layers`.
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(logits [N, V] float32 of the batch's wanted rows, the stream [T, D] float32 of every
+        token behind each of `tap_layers`); writes the batch's keys and values.
 
         A graph's tensors last until the next step only.
         """
@@ -67,11 +64,11 @@ class OneByOneRunner(ModelRunner):
     batch. With one sequence at a time, every operation has the same shapes whoever shares the step.
     """
 
-    def run_with_taps(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As for `ModelRunner`, and the same bits for a sequence in any company."""
         parts: list[tuple[Tensor, ...]] = []
         for one in batch.sequences(self._block_size):
-            logits, taps = super().run_with_taps(one)
+            logits, taps = super().run(one)
             # Copied: a graph's tensors last until the next run only.
             parts.append((logits.clone(), *(tap.clone() for tap in taps)))
         logits, *taps_of_all = (torch.cat(same) for same in zip(*parts, strict=True))

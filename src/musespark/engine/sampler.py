@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from musespark.engine.random_numbers import ACCEPT, uniform
+from musespark.engine.random_numbers import ACCEPT, DRAFT, uniform
 from musespark.engine.request import Request, TokenLogprobs
-from musespark.engine.sampling_table import Needs, SamplingTable
+from musespark.engine.sampling_table import Needs, SamplingTable, needs_of
 from musespark.engine.token_counts import TokenCounts
 from musespark.ops.sample import filter_logits, sample_from_uniform
 from musespark.ops.sample_logprobs import ranked_logprobs
 from musespark.ops.sample_penalties import penalize
+from musespark.speculative.draw import DrawSettings
 from musespark.speculative.verify import Verification, verify_drafts
 
 
@@ -107,6 +108,30 @@ class Sampler:
             at_random = self._verify_at_random(filtered, rows, random, guesses)
             token_ids = _take_equal(chosen.tolist(), requests, guesses, at_random)
         return SampledTokens(token_ids, self._logprobs(logits, requests, token_ids, guesses))
+
+    def draw_settings(self, requests: Sequence[Request], num_tokens: int) -> DrawSettings | None:
+        """How to draw `num_tokens` guesses for each request; None: the most likely tokens.
+
+        Requests with a seed get the very numbers that will decide their tokens, so that a draft
+        that thinks as the target does guesses the same.
+        """
+        slots, table = self._table.load(requests), self._table
+        is_random = (table.needs[slots] & Needs.RANDOM) > 0
+        if not is_random.any():
+            return None
+        first = np.array([len(request.output_token_ids) for request in requests])
+        own = np.array([may_differ(request) for request in requests])
+        keys = np.where(own, table.keys[slots] ^ DRAFT, table.keys[slots])
+        numbers = table.numbers[slots]
+        temperature = np.where(is_random, numbers[:, 0], np.float32(0))
+        return DrawSettings(
+            temperature=self._tensor(temperature),
+            top_k=self._tensor(table.top_k[slots]),
+            top_p=self._tensor(numbers[:, 1]),
+            min_p=self._tensor(numbers[:, 2]),
+            uniform=self._tensor(uniform(keys[:, None], first[:, None] + np.arange(num_tokens))),
+            has_filters=bool((table.needs[slots] & Needs.FILTER).any()),
+        )
 
     def _rows(self, requests: Sequence[Request], guesses: Guesses | None) -> _Rows:
         slots = self._table.load(requests)
@@ -259,6 +284,12 @@ class Sampler:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def may_differ(request: Request) -> bool:
+    """Whether a request may get other tokens than without guesses, from the same distribution: not
+    if it says by a seed which ones it wants, nor if there is no choice."""
+    return request.params.seed is None and Needs.RANDOM in needs_of(request.params)
 
 
 def _take_equal(

@@ -83,7 +83,6 @@ def choose_widths(
         longer = _interpolate(hull, num_tokens + count)
         if more * seconds <= tokens * longer:
             break
-        assert widths[place] == index
         widths[place] += 1
         tokens, seconds = more, longer
     return widths

@@ -1,0 +1,214 @@
+"""Speculative decoding in the engine: who guesses, when, and how many guesses a step verifies.
+
+After each step the draft takes in the tokens that stand, and guesses what follows in the sequences
+that decode. The next step verifies as many of the guesses as pay (speculative/budget.py); those
+that are left over are forgotten. Guesses that turn out wrong leave nothing behind: the target's
+keys and values of their rows lie behind the sequence's end, where the next rows overwrite them, and
+the draft never took them in.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from musespark.engine.client import SpeculationStats
+from musespark.engine.executor import StepOutput
+from musespark.engine.request import Request, RequestStatus
+from musespark.engine.sampler import Guesses, Sampler, may_differ
+from musespark.engine.scheduler import ScheduledRequest
+from musespark.model.batch import AttentionMetadata, ForwardBatch
+from musespark.model.draft import DraftContext, PagedContext
+from musespark.speculative.budget import Acceptance, StepCosts, choose_widths
+from musespark.speculative.proposer import Guess, Proposer
+from musespark.speculative.verify import Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSettings:
+    """How an engine guesses ahead."""
+
+    num_tokens: int
+    """Tokens guessed at a time, at most the proposer's `max_tokens`."""
+    costs: StepCosts
+    """What steps take, measured."""
+    fixed_width: bool = False
+    """Verify all guesses always, instead of those that pay."""
+    draws_at_random: bool = True
+    """Draw guesses for requests with a temperature at random, as their tokens are; otherwise the
+    most likely ones."""
+    verification: Verification = "block"
+    """How guesses drawn at random are verified for requests without a seed."""
+
+
+class StepPart(NamedTuple):
+    """A request's part of a step that has been committed."""
+
+    request: Request
+    place: int
+    """Which of the batch's sequences it was."""
+    num_kept: int
+    """Rows, from its first, that stand."""
+    has_sampled: bool
+
+
+class Speculation:
+    """Guesses ahead for the requests of one engine."""
+
+    def __init__(self, proposer: Proposer, settings: SpeculationSettings) -> None:
+        self._proposer, self._settings = proposer, settings
+        self._acceptance = Acceptance(settings.num_tokens)
+        # What a slot's guesses were drawn from, and for whom.
+        self._drawn_from: dict[int, tuple[Request, Tensor]] = {}
+        self._verified_at = [0] * settings.num_tokens
+        self._accepted_at = [0] * settings.num_tokens
+        self._num_cycles = self._num_tokens = 0
+        self._draft_seconds = self._saved_seconds = 0.0
+
+    def choose_widths(
+        self, requests: Sequence[Request], num_sequences: int, num_tokens: int
+    ) -> list[int]:
+        """A `ChooseWidths` for the scheduler."""
+        if self._settings.fixed_width:
+            return [len(request.draft_token_ids) for request in requests]
+        survival = [request.draft_survival for request in requests]
+        return choose_widths(survival, num_sequences, num_tokens, self._settings.costs)
+
+    def guesses(self, sampling: Sequence[ScheduledRequest]) -> Guesses | None:
+        """What a step has to verify; None if nothing."""
+        if not any(item.num_drafts for item in sampling):
+            return None
+        distributions: list[Tensor | None] = []
+        for item in sampling:
+            owner, drawn_from = self._drawn_from.get(item.request.slot, (None, None))
+            is_its_own = item.num_drafts and owner is item.request
+            distributions.append(drawn_from if is_its_own else None)
+        counts = [item.num_drafts for item in sampling]
+        return Guesses(counts, distributions, self._settings.verification)
+
+    def observe(self, sampling: Sequence[ScheduledRequest], token_ids: Sequence[list[int]]) -> None:
+        """Take in what verification has made of the guesses."""
+        for item, tokens in zip(sampling, token_ids, strict=True):
+            if not (width := item.num_drafts):
+                continue
+            num_accepted = len(tokens) - 1
+            self._acceptance.observe(width, num_accepted)
+            self._num_cycles += 1
+            self._num_tokens += len(tokens)
+            for index in range(width):
+                self._verified_at[index] += 1
+                self._accepted_at[index] += index < num_accepted
+
+    def count_time(
+        self, schedule: Sequence[ScheduledRequest], num_new_tokens: int, seconds: float
+    ) -> None:
+        """Compare a step that took `seconds` with how long its tokens would have taken alone."""
+        num_drafts = sum(item.num_drafts for item in schedule)
+        num_sampling = sum(item.samples for item in schedule)
+        if num_drafts and num_sampling:
+            num_tokens = sum(item.num_new_tokens for item in schedule) - num_drafts
+            plain = self._settings.costs.step_seconds(num_tokens)
+            self._saved_seconds += num_new_tokens / num_sampling * plain - seconds
+
+    def stats(self) -> SpeculationStats:
+        """What guessing has brought."""
+        return SpeculationStats(
+            cycles=self._num_cycles,
+            cycle_tokens=self._num_tokens,
+            verified=list(self._verified_at),
+            accepted=list(self._accepted_at),
+            draft_seconds=self._draft_seconds,
+            saved_seconds=self._saved_seconds,
+        )
+
+    def follow(self, output: StepOutput, parts: Sequence[StepPart], sampler: Sampler) -> None:
+        """After a step: take in what stands, and guess what follows."""
+        started = time.perf_counter()
+        self._inject(output, parts)
+        drafting = [part for part in parts if part.has_sampled and _may_guess(part.request)]
+        num_sampling = sum(part.has_sampled for part in parts)
+        settings = self._settings
+        if not drafting:
+            return
+        if settings.fixed_width or self._acceptance.is_worthwhile(
+            len(drafting), num_sampling, settings.costs
+        ):
+            self._propose(output.batch, drafting, sampler)
+        else:
+            self._acceptance.forget()
+        self._draft_seconds += time.perf_counter() - started
+
+    def _inject(self, output: StepOutput, parts: Sequence[StepPart]) -> None:
+        batch, taps = output.batch, list(output.taps)
+        positions = batch.positions
+        slots = [None if m is None else m.slot_mapping for m in (batch.full, batch.sliding)]
+        starts = batch.query_start
+        if sum(part.num_kept for part in parts) < len(positions):
+            kept = [
+                row
+                for part in parts
+                for row in range(starts[part.place], starts[part.place] + part.num_kept)
+            ]
+            rows = torch.tensor(kept, dtype=torch.int64, device=positions.device)
+            taps = [tap.index_select(0, rows) for tap in taps]
+            positions = positions.index_select(0, rows)
+            slots = [None if s is None else s.index_select(0, rows) for s in slots]
+        self._proposer.inject(taps, positions, *slots)
+
+    def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
+        requests = [part.request for part in drafting]
+        count = self._settings.num_tokens
+        device = batch.token_ids.device
+        at_random = self._settings.draws_at_random
+        numbers = [
+            [part.place for part in drafting],
+            [request.output_token_ids[-1] for request in requests],
+            [request.num_computed_tokens for request in requests],
+        ]
+        places, anchors, lengths = torch.tensor(numbers, dtype=torch.int64).to(device)
+        guess = self._proposer.propose(
+            anchors,
+            DraftContext(lengths, _context(batch.full, places), _context(batch.sliding, places)),
+            count,
+            sampler.draw_settings(requests, count) if at_random else None,
+        )
+        self._hand_out(requests, guess)
+
+    def _hand_out(self, requests: Sequence[Request], guess: Guess) -> None:
+        token_ids = guess.token_ids.tolist()
+        if guess.confidences is None:
+            survival = [self._acceptance.survival] * len(requests)
+        else:
+            survival = guess.confidences.cumprod(dim=-1).tolist()
+        for row, request in enumerate(requests):
+            request.draft_token_ids = _up_to_end(request, token_ids[row])
+            request.draft_survival = survival[row][: len(request.draft_token_ids)]
+            if guess.distributions is not None and may_differ(request):
+                self._drawn_from[request.slot] = request, guess.distributions[row]
+            else:
+                self._drawn_from.pop(request.slot, None)
+
+
+def _may_guess(request: Request) -> bool:
+    """Whether a request goes on, for two tokens at least."""
+    return request.status is RequestStatus.RUNNING and request.num_wanted_tokens > 1
+
+
+def _context(metadata: AttentionMetadata | None, places: Tensor) -> PagedContext | None:
+    """The blocks of some of a step's sequences."""
+    if metadata is None:
+        return None
+    key_start = torch.tensor(metadata.key_start, dtype=torch.int64).to(places.device)
+    return PagedContext(metadata.block_table[places], key_start[places])
+
+
+def _up_to_end(request: Request, token_ids: list[int]) -> list[int]:
+    """Guessed tokens up to one that ends the output."""
+    done = len(request.output_token_ids)
+    for count, token_id in enumerate(token_ids, start=1):
+        if token_id in request.end_token_ids and done + count > request.params.min_tokens:
+            return token_ids[:count]
+    return token_ids

@@ -262,7 +262,8 @@ class Engine:
         speculation.follow(output, parts, self._sampler)
         started = max(step.started, self._last_collected)
         self._last_collected = time.perf_counter()
-        speculation.count_time(schedule, len(results), self._last_collected - started)
+        seconds = self._last_collected - started
+        speculation.count_time(schedule, len(counts), len(results), seconds)
 
     def _still_wanted(self, step: _Step, logits: Tensor) -> tuple[list[ScheduledRequest], Tensor]:
         """A step without the requests that were aborted while it was under way."""

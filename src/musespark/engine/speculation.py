@@ -103,11 +103,15 @@ class Speculation:
                 self._accepted_at[index] += index < num_accepted
 
     def count_time(
-        self, schedule: Sequence[ScheduledRequest], num_new_tokens: int, seconds: float
+        self,
+        schedule: Sequence[ScheduledRequest],
+        num_sampling: int,
+        num_new_tokens: int,
+        seconds: float,
     ) -> None:
-        """Compare a step that took `seconds` with how long its tokens would have taken alone."""
+        """Compare a step that took `seconds`, for `num_new_tokens` tokens of `num_sampling`
+        sequences, with how long those would have taken one by one."""
         num_drafts = sum(item.num_drafts for item in schedule)
-        num_sampling = sum(item.samples for item in schedule)
         if num_drafts and num_sampling:
             num_tokens = sum(item.num_new_tokens for item in schedule) - num_drafts
             plain = self._settings.costs.step_seconds(num_tokens)

@@ -5,10 +5,11 @@ Against the fake model, whose memory is its paged cache, with a fake draft of th
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
-from tests.engine.fake_draft import FakeDraft
+from tests.engine.draft import FakeDraft
 from tests.engine.fake_model import VOCAB_SIZE, FakeModel, next_logits
 from tests.engine.harness import Finished
 
@@ -21,6 +22,13 @@ from musespark.speculative.budget import StepCosts
 
 CHEAP = StepCosts(step=((1, 1.0), (512, 1.0)), draft=((1, 0.01),))
 DEAR = StepCosts(step=((1, 1.0), (512, 512.0)), draft=((1, 0.01),))
+LIMITS = EngineLimits(
+    vocab_size=VOCAB_SIZE,
+    max_model_len=120,
+    max_num_seqs=6,
+    max_num_batched_tokens=24,
+    eos_token_ids=frozenset(),
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, seed=5)
 
@@ -47,29 +55,17 @@ def half_right(tokens):
 THINK = {"oracle": next_logits, "wrong": wrong, "half right": half_right}
 
 
-def new_engine(
-    think=None, *, layout=None, depth=1, num_tokens=4, lies=False, confidences=None, **given
-):
-    """An engine around the fake model; with `think`, one that guesses ahead."""
+def new_engine(think=None, *, layout=None, depth=1, num_tokens=4, confidences=None, **given):
+    """An engine around the fake model; with `think`, one that guesses ahead, and its draft."""
     layout = layout or layout_of()
-    names = {field.name for field in dataclasses.fields(SpeculationSettings)}
-    settings = {"costs": CHEAP, "fixed_width": True}
-    settings |= {name: given.pop(name) for name in names & given.keys()}
-    limits = {
-        "vocab_size": VOCAB_SIZE,
-        "max_model_len": 120,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 24,
-        "eos_token_ids": frozenset(),
-    }
-    limits = EngineLimits(**(limits | given))
-    executor = InProcessExecutor(FakeModel(layout), layout, limits.max_num_seqs, depth=depth)
-    speculation = draft = None
-    if think is not None:
-        draft = FakeDraft(layout, think, lies=lies, confidences=confidences)
-        speculation = Speculation(draft, SpeculationSettings(num_tokens=num_tokens, **settings))
-    engine = Engine(executor, layout, limits, speculation=speculation)
-    engine.fake_draft = draft
+    executor = InProcessExecutor(FakeModel(layout), layout, LIMITS.max_num_seqs, depth=depth)
+    if think is None:
+        return Engine(executor, layout, LIMITS)
+    draft = FakeDraft(layout, think, confidences=confidences)
+    settings: dict[str, Any] = {"costs": CHEAP, "fixed_width": True, **given}
+    speculation = Speculation(draft, SpeculationSettings(num_tokens=num_tokens, **settings))
+    engine = Engine(executor, layout, LIMITS, speculation=speculation)
+    engine.draft = draft  # type: ignore[attr-defined]
     return engine
 
 
@@ -105,7 +101,7 @@ def prompt_of(length, seed=0):
 
 
 # What a request may ask for, one by one and together.
-WISHES = {
+WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "a seed": {"temperature": 0.9, "seed": 3},
     "filters": {"temperature": 1.2, "seed": 3, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
@@ -187,7 +183,7 @@ def test_the_draft_takes_in_what_stands_and_nothing_else():
         [*prompt, *(token[0] for token in output[0])]
         for (prompt, _), output in zip(requests, outputs, strict=True)
     ]
-    seen = engine.fake_draft.seen
+    seen = engine.draft.seen
     assert len(seen) > 20
     assert all(any(tokens[: len(s)] == s for tokens in whole) for s in seen)
 
@@ -213,7 +209,7 @@ def test_widths_follow_the_costs():
         engine = new_engine(next_logits, costs=costs, fixed_width=False)
         assert run(engine, request) == expected
         assert (engine.stats().speculation.cycles > 0) is is_worth_it
-        assert bool(engine.fake_draft.num_proposed) is is_worth_it
+        assert bool(engine.draft.num_proposed) is is_worth_it
     # What the draft does not believe itself is not verified.
     rising = StepCosts(step=((1, 1.0), (101, 21.0)), draft=((1, 0.01),))
     engine = new_engine(
@@ -229,7 +225,7 @@ def test_a_draft_that_is_never_right_is_not_asked_for_long():
     rising = StepCosts(step=((1, 1.0), (101, 21.0)), draft=((1, 0.1),))
     engine = new_engine(wrong, costs=rising, fixed_width=False)
     assert run(engine, request) == run(new_engine(), request)
-    assert 0 < len(engine.fake_draft.num_proposed) < 90
+    assert 0 < len(engine.draft.num_proposed) < 90
 
 
 def test_aborts_leave_the_others_alone():
@@ -294,6 +290,7 @@ def chain_counts(target, draft, params, monkeypatch, *, lies=False, **settings):
             last[token.request_id] = token.token_id
     assert counts.sum() == SAMPLES
     stats = engine.stats().speculation
+    assert stats is not None
     return counts, stats.cycle_tokens / stats.cycles
 
 

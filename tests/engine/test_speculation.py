@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.draft import FakeDraft
+from tests.engine.fake_draft import FakeDraft
 from tests.engine.fake_model import VOCAB_SIZE, FakeModel, next_logits
 from tests.engine.harness import Finished
 

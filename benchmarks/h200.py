@@ -116,7 +116,7 @@ def median_us(calls: list[Callable[[], Any]], repeats: int = 9) -> float:
             call()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for call in calls:
             call()
     graph.replay()
@@ -255,11 +255,13 @@ def routing_cases(T: int) -> Iterator[Case]:
     yield Case("sort", T, T * K * 24 + E * 4, 0, make_sort)
 
 
-def paged(T: int, context: int, queries: int) -> tuple[PagedSequences, LayerCache]:
+def paged(
+    T: int, context: int, queries: int, kv_heads: int = KV_HEADS
+) -> tuple[PagedSequences, LayerCache]:
     """T // queries sequences of `context` keys, in scattered blocks of one layer's cache."""
     count = T // queries
     blocks = -(-context // BLOCK_SIZE)
-    shape = (count * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    shape = (count * blocks, BLOCK_SIZE, kv_heads, HEAD_DIM)
     cache = LayerCache(randn(*shape), randn(*shape))
     table = torch.randperm(count * blocks, device=DEVICE).view(count, blocks)
     starts, lengths = tuple(range(0, T + 1, queries)), (context,) * count

@@ -1,0 +1,319 @@
+"""Checks and times the parallel layouts on the GPUs of one machine.
+
+    python -m benchmarks.h200_parallel --output results.json            # all GPUs there are
+    python -m benchmarks.h200_parallel --gpus 2 --parts check layers
+
+- check: every layout of a small random model gives one process's logits and greedy tokens.
+- collectives: what ranks exchange at the released model's sizes, beside the time that NVLink needs
+  for the bytes that one rank sends.
+- layers: one decoder layer of the released model with its boundaries; T sequences that decode, or
+  one prompt of T tokens. `efficiency` is one GPU's time over the ranks' number times theirs: what
+  one GPU computes, by what all of them together could have computed meanwhile.
+
+Steps that no host waits in are timed as CUDA graphs, all-to-all layouts as they run. Times are
+medians; of the ranks the slowest counts.
+"""
+
+import argparse
+import gc
+import json
+import os
+import socket
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from benchmarks.h200 import (
+    BF16,
+    CONTEXT,
+    DEVICE,
+    F32,
+    HEAD_DIM,
+    KV_HEADS,
+    D,
+    H,
+    K,
+    V,
+    fill_randomly,
+    median_us,
+    paged,
+    randn,
+    released_config,
+)  # fmt: skip
+from torch import Tensor
+
+from musespark import load_decoder
+from musespark.config.parallel import Parallelism
+from musespark.model.layer import DecoderLayer
+from musespark.moe.router import Router
+from musespark.ops.rotary import rotary_angles
+from musespark.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_columns,
+    reduce_scatter,
+)
+from musespark.parallel.layout import Layout
+from musespark.parallel.mesh import Mesh, MeshAxis, build_mesh
+from musespark.parallel.placement import StepPlaces
+from musespark.testing import make_checkpoint
+
+LINK_BYTES_PER_US = 450e3  # NVLink 4, one direction
+SIZES = (1, 2, 4, 16, 64, 256, 1024, 4096)
+LENGTHS = (1, 2, 3, 5, 9, 17, 300)
+
+EXPERTS = {"expert_parallel": True}
+TRAVEL = {**EXPERTS, "moe_backend": "all_to_all"}
+
+
+def layouts(world: int) -> dict[str, dict[str, Any]]:
+    """The ways to spread the model over `world` GPUs."""
+    tp = {"tensor_parallel_size": world}
+    found: dict[str, dict[str, Any]] = {
+        f"tp{world}": tp,
+        f"tp{world} ep{world}": {**tp, **EXPERTS},
+        f"sp{world}": {**tp, **TRAVEL, "sequence_parallel": True},
+        f"dp{world} ep{world}": {"data_parallel_size": world, **TRAVEL},
+        f"pp{world}": {"pipeline_parallel_size": world},
+    }
+    if world in (4, 8):
+        found["hybrid"] = {**found[f"sp{world}"], "hybrid_token_threshold": 256}
+        half = world // 2
+        found[f"pp2 tp{half}"] = {"pipeline_parallel_size": 2, "tensor_parallel_size": half}
+    return found
+
+
+@dataclass(frozen=True)
+class Checked:
+    layout: str
+    experts: str
+    error: float
+    """Largest difference of logits, in units of the largest logit."""
+    same_tokens: bool
+
+
+@dataclass(frozen=True)
+class Timed:
+    what: str
+    layout: str
+    tokens: int
+    us: float
+    floor_us: float | None = None
+    efficiency: float | None = None
+
+
+@cache
+def mesh_of(rank: int, settings: tuple[tuple[str, Any], ...]) -> tuple[Parallelism, Mesh]:
+    """The settings, and this process's place; groups are made once."""
+    parallelism = Parallelism(**dict(settings))
+    return parallelism, build_mesh(parallelism, 0 if parallelism.world_size == 1 else rank)
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values."""
+    everybody = torch.tensor([value], device=DEVICE, dtype=torch.float64)
+    dist.all_reduce(everybody, op=dist.ReduceOp.MAX)
+    return float(everybody)
+
+
+def time_eagerly(call: Callable[[], Any], repeats: int = 9, calls: int = 4) -> float:
+    """Median time of one call, launched by the host."""
+    call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1000 / calls)
+    return statistics.median(times)
+
+
+def check(world: int, rank: int, folders: dict[str, str]) -> Iterator[Checked]:
+    """Every layout, with either kind of experts, against one process."""
+    generator = torch.Generator().manual_seed(1)
+    for experts, folder in folders.items():
+        prompts = [torch.randint(256, (length,), generator=generator) for length in LENGTHS]
+        alone = load_decoder(folder, dtype="float32", device="cuda")
+        expected = [alone.compute_logits(prompt) for prompt in prompts]
+        for name, settings in layouts(world).items():
+            parallelism, mesh = mesh_of(rank, tuple(settings.items()))
+            decoder = load_decoder(
+                folder, dtype="float32", device="cuda", parallelism=parallelism, mesh=mesh
+            )
+            error, wrong = 0.0, 0.0
+            for prompt, exact in zip(prompts, expected, strict=True):
+                logits = decoder.compute_logits(prompt)
+                if mesh.pipeline.rank == mesh.pipeline.size - 1:
+                    error = max(error, float((logits - exact).abs().max() / exact.abs().max()))
+                    wrong += float((logits.argmax(-1) != exact.argmax(-1)).sum())
+            torch.cuda.synchronize()
+            dist.barrier()
+            yield Checked(name, experts, slowest(error), slowest(wrong) == 0)
+
+
+def time_collectives(world: int, rank: int) -> Iterator[Timed]:
+    """Each alone, in a graph of twenty."""
+    axis = mesh_of(rank, (("tensor_parallel_size", world),))[1].tensor
+    share = (world - 1) / world
+
+    def cases(T: int) -> Iterator[tuple[str, Callable[[], Any], float]]:
+        branch, rows = randn(T, D), randn(T * K, H)
+        yield "all-reduce [T, D]", lambda: all_reduce(branch, axis), 2 * share * T * D * 2
+        yield "all-reduce [T, H]", lambda: all_reduce(rows[:T], axis), 2 * share * T * H * 2
+        yield "all-reduce [T K, H]", lambda: all_reduce(rows, axis), 2 * share * T * K * H * 2
+        block = randn(T, D // world)
+        yield "gather columns [T, D]", lambda: gather_columns(block, axis), share * T * D * 2
+        vocabulary = randn(min(T, 64), V // world, dtype=F32)
+        name = "gather logits [min(T, 64), V]"
+        yield name, lambda: gather_columns(vocabulary, axis), share * vocabulary.numel() * world * 4
+        if world <= T:
+            local = randn(T // world, D)
+            yield "all-gather [T, D]", lambda: all_gather(local, axis), share * T * D * 2
+            yield "reduce-scatter [T, D]", lambda: reduce_scatter(branch, axis), share * T * D * 2
+            counts = [T // world] * world
+            sent = share * T * H * 2
+            exchanged = rows[: T // world * world]
+            yield "all-to-all [T, H]", lambda: all_to_all(exchanged, counts, counts, axis), sent
+
+    for T in SIZES:
+        for name, call, num_bytes in cases(T):
+            us = slowest(median_us([call] * 20))
+            yield Timed(name, f"{world} GPUs", T, us, num_bytes / LINK_BYTES_PER_US)
+
+
+def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
+    """One layer in every layout, and on one GPU."""
+    alone: dict[int, float] = {}
+    for name, settings in {"one GPU": {}, **layouts(world)}.items():
+        if "pp" in name:
+            continue  # a layer is on one stage: nothing new
+        parallelism, mesh = mesh_of(rank, tuple(settings.items()))
+        is_one = parallelism.world_size == 1
+        layout = Layout(parallelism, mesh)
+        gc.collect()
+        torch.cuda.empty_cache()
+        config = released_config(kind == "nvfp4")
+        layer = DecoderLayer(config, 0, dtype=BF16, device=DEVICE, layout=layout)
+        fill_randomly(layer)
+        for module in layer.modules():
+            if isinstance(module, Router):  # alike on all ranks
+                dist.broadcast(module.weight.data, 0)
+                dist.broadcast(module.e_score_correction_bias.data, 0)
+        for T in SIZES:
+            # Replicas have requests of their own: so many tokens are all of theirs together.
+            here = T // parallelism.data_parallel_size
+            if here == 0:
+                continue
+            us = slowest(time_layer(layer, layout, mesh.tensor, here))
+            if is_one:
+                alone[T] = us
+            efficiency = None if is_one else alone[T] / us / world
+            yield Timed(f"layer {kind}", name, T, us, efficiency=efficiency)
+
+
+def time_layer(layer: DecoderLayer, layout: Layout, axis: MeshAxis, T: int) -> float:
+    """Microseconds of the layer, its collectives and its boundaries, on this rank."""
+    queries = 1 if T <= 256 else T
+    context = CONTEXT if queries == 1 else T
+    sequences, cache = paged(T, context, queries, kv_heads=KV_HEADS // axis.size)
+    torch.manual_seed(T)
+    stream, normed = randn(T, D, dtype=F32), randn(T, D)
+    positions = torch.arange(context - queries, context, device=DEVICE).repeat(T // queries)
+    angles = rotary_angles(positions, 5e5, HEAD_DIM)
+    place = StepPlaces.of(layout, T, None, DEVICE).cut
+    own_stream, own_normed = place.shard(stream), place.shard(normed)
+
+    def run() -> Tensor:
+        residual = layer(own_normed, own_stream, sequences, cache, angles, place, place)
+        return residual.boundary(layer.input_layernorm)[1]
+
+    waits = any(getattr(part, "waits_for_device", False) for part in layer.modules())
+    with torch.inference_mode():
+        assert bool(run().isfinite().all())
+        return time_eagerly(run) if waits else median_us([run] * 3)
+
+
+def work(rank: int, world: int, port: int, folders: dict[str, str], arguments: Any) -> None:
+    """One process, on one GPU."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
+        device_id=torch.device("cuda", rank),
+    )  # fmt: skip
+    found: dict[str, list[dict[str, Any]]] = {"check": [], "collectives": [], "layers": []}
+    runs: dict[str, list[Iterator[Any]]] = {
+        "check": [check(world, rank, folders)],
+        "collectives": [time_collectives(world, rank)],
+        "layers": [time_layers(world, rank, kind) for kind in arguments.layers],
+    }
+    for part in arguments.parts:
+        for results in runs[part]:
+            for result in results:
+                found[part].append(asdict(result))
+                if rank == 0:
+                    print(result, flush=True)
+                    if arguments.output:
+                        arguments.output.write_text(json.dumps(report(world, found), indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(world: int, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        "gpus": world,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        **found,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parts = ["check", "collectives", "layers"]
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
+    parser.add_argument("--layers", nargs="*", default=["nvfp4"], choices=["nvfp4", "bf16"])
+    parser.add_argument("--output", type=Path, help="write the results here, as JSON")
+    arguments = parser.parse_args()
+    # Processes that share one host must not multiply threads by cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "4")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        folders = small_models(place) if "check" in arguments.parts else {}
+        mp.spawn(work, (arguments.gpus, port, folders, arguments), nprocs=arguments.gpus)
+
+
+def small_models(place: Path) -> dict[str, str]:
+    """A random model with wide experts, and the same with NVFP4 ones."""
+    from musespark.checkpoint.quantize import quantize_checkpoint
+
+    plain = make_checkpoint(
+        place / "plain",
+        dtype=torch.float32,
+        num_attention_heads=8,
+        moe_hidden_size=256,
+        moe_intermediate_size=256,
+        mlp_layer_types=["sparse", "sparse", "dense", "sparse", "sparse", "sparse"],
+    )
+    quantize_checkpoint(plain, place / "nvfp4")
+    return {"bf16": str(plain), "nvfp4": str(place / "nvfp4")}
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,8 @@
 
 On a CPU, products through plain weights repack the weight on every call, which for few tokens
 costs more than the product. oneDNN's own layout, made once, removes that. With it a row's result
-also does not depend on how many other rows there are. Elsewhere weights stay as they are.
+also does not depend on how many other rows there are. Elsewhere weights stay as they are; on a
+Hopper GPU, `skinny_linear` multiplies a few tokens.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from musespark.ops import skinny_linear
 from musespark.ops.precision import wide_dtype
 
 MatMul = Callable[[Tensor], Tensor]
@@ -32,7 +34,15 @@ def can_pack(weight: Tensor) -> bool:
 
 def linear(weight: Tensor) -> MatMul:
     """x [..., in] -> x @ weight.T [..., out], reading `weight` [out, in] at each call."""
-    return lambda x: F.linear(x, weight)
+    if not skinny_linear.takes(weight):
+        return lambda x: F.linear(x, weight)
+
+    def matmul(x: Tensor) -> Tensor:
+        if x.dim() == 2 and x.shape[0] <= skinny_linear.MAX_TOKENS:
+            return skinny_linear.skinny_linear_triton(x, weight)
+        return F.linear(x, weight)
+
+    return matmul
 
 
 def pack_linear(weight: Tensor) -> MatMul:

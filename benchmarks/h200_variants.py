@@ -14,7 +14,7 @@ import h200
 import torch
 from h200 import BF16, DEVICE, F32, HEAD_DIM, HEADS, D, H, K, median_us, paged, randn
 
-from musespark.ops import attention_decode, attention_prefill, router_gemm
+from musespark.ops import attention_decode, attention_prefill, router_gemm, soft_cap
 from musespark.ops.expert_finalize import _finalize_kernel
 from musespark.ops.residual_boundary import _boundary_kernel
 
@@ -58,7 +58,7 @@ def finalize(T: int) -> Iterator[Variant]:
 
 def router(T: int) -> Iterator[Variant]:
     x, weight = randn(T, D), randn(h200.E, D, dtype=F32) / 90
-    for block_t, parts, block_d in product((16, 32, 64, 128), (1, 4, 8, 16, 32), (64, 128)):
+    for block_t, parts, block_d in product((16, 64, 128), (1, 4, 8, 16, 32), (64, 128)):
 
         def run(tiling: tuple[int, int, int] = (block_t, parts, block_d)) -> None:
             chosen = router_gemm._tiling
@@ -73,7 +73,7 @@ def decode(T: int) -> Iterator[Variant]:
     sequences, cache = paged(T, h200.CONTEXT, 1)
     query, on_device = randn(T, HEADS, HEAD_DIM), sequences.on_device
     assert on_device is not None
-    for splits, block in product((1, 2, 4, 8, 16, 32, 64), (32, 64, 128)):
+    for splits, block in product((2, 8, 16, 32, 64), (32, 64, 128)):
 
         def run(splits: int = splits, block: int = block) -> None:
             chosen = attention_decode._num_splits, attention_decode._BLOCK_S
@@ -92,26 +92,46 @@ def prefill(T: int) -> Iterator[Variant]:
     sequences, cache = paged(T, T, T)
     query, on_device = randn(T, HEADS, HEAD_DIM), sequences.on_device
     assert on_device is not None
-    for rows, block in product((64, 128, 256), (32, 64, 128)):
+    names = "_BLOCK_ROWS", "_BLOCK_S", "_WARPS", "_STAGES"
+    for values in (
+        (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 4, 2),
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 2),
+        (256, 64, 8, 3), (256, 128, 8, 2), (256, 64, 8, 4), (128, 32, 4, 3),
+    ):  # fmt: skip
 
-        def run(rows: int = rows, block: int = block) -> None:
-            chosen = attention_prefill._BLOCK_ROWS, attention_prefill._BLOCK_S
-            attention_prefill._BLOCK_ROWS, attention_prefill._BLOCK_S = rows, block
+        def run(values: tuple[int, ...] = values) -> None:
+            chosen = [getattr(attention_prefill, name) for name in names]
+            for name, value in zip(names, values, strict=True):
+                setattr(attention_prefill, name, value)
             attention_prefill.attention_prefill_triton(
                 query, cache.key, cache.value, sequences.block_table, on_device.query_start,
                 on_device.key_start, on_device.seq_lens, 0.1,
             )  # fmt: skip
-            attention_prefill._BLOCK_ROWS, attention_prefill._BLOCK_S = chosen
+            for name, value in zip(names, chosen, strict=True):
+                setattr(attention_prefill, name, value)
 
-        yield f"rows {rows} keys {block}", run
+        yield "rows {} keys {} warps {} stages {}".format(*values), run
+
+
+def cap(T: int) -> Iterator[Variant]:
+    x = randn(T, h200.V, dtype=F32)
+    for block, warps in product((1024, 2048, 4096, 8192), (4, 8, 16)):
+
+        def run(block: int = block, warps: int = warps) -> None:
+            soft_cap._soft_cap_kernel[(-(-x.numel() // block),)](
+                x, x.numel(), 0.5 / 20, 20.0, BLOCK=block, num_warps=warps
+            )
+
+        yield f"block {block} warps {warps}", run
 
 
 KERNELS: dict[str, tuple[Callable[[int], Iterator[Variant]], tuple[int, ...]]] = {
-    "boundary": (boundary, (1, 256, 2048)),
-    "finalize": (finalize, (1, 256, 2048)),
-    "router": (router, (1, 16, 64, 256, 4096)),
-    "decode": (decode, (1, 16, 64)),
+    "boundary": (boundary, (1, 2048)),
+    "finalize": (finalize, (1, 2048)),
+    "router": (router, (1, 256, 4096)),
+    "decode": (decode, (1, 16)),
     "prefill": (prefill, (4096,)),
+    "soft_cap": (cap, (64,)),
 }
 
 
@@ -119,14 +139,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--compile", help="only compile part I of N: I/N, for N processes at once")
     arguments = parser.parse_args()
     results = []
+    share = [int(n) for n in arguments.compile.split("/")] if arguments.compile else None
     for name in arguments.only:
         variants, sizes = KERNELS[name]
         for T in sizes:
             timed = []
-            for label, run in variants(T):
+            for number, (label, run) in enumerate(variants(T)):
                 try:
+                    if share:
+                        if number % share[1] == share[0]:
+                            run()
+                        continue
                     timed.append((median_us([run] * 8, repeats=5), label))
                 except Exception as error:
                     print(f"{name:10} T={T:<5} {label}: {str(error)[:90]}", flush=True)

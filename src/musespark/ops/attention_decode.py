@@ -20,7 +20,7 @@ from musespark.ops.triton_import import (
 )
 
 # Keys of one step of the kernel's loop.
-_BLOCK_S = 64
+_BLOCK_S = 128
 # The most programs that share one sequence's keys.
 _MAX_SPLITS = 64
 
@@ -185,26 +185,26 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Softmax over parts, of a block of heads: each part has its maximum, its sum, its output."""
+    """Softmax over parts, of a block of heads: each part has its maximum, its sum, its output.
+
+    All parts are read at once: one after another, each would wait for memory.
+    """
     head = tl.program_id(0).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, HEAD_DIM)
     inside = head < num_heads
     split = tl.arange(0, SPLITS)
     part = head[:, None] * SPLITS + split[None, :]
-    tops = tl.load(part_sums_ptr + part * 2, inside[:, None] & (split >= 0)[None, :], other=0.0)
-    top = tl.max(tops, axis=1)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    out = tl.zeros((BLOCK_H, HEAD_DIM), tl.float32)
-    for i in tl.range(SPLITS, num_stages=1):
-        place = head * SPLITS + i
-        factor = tl.exp2(tl.load(part_sums_ptr + place * 2, inside, other=0.0) - top)
-        total += factor * tl.load(part_sums_ptr + place * 2 + 1, inside, other=0.0)
-        part_out = tl.load(
-            part_out_ptr + place[:, None] * HEAD_DIM + d[None, :],
-            inside[:, None] & (d >= 0)[None, :],
-            other=0.0,
-        )
-        out += factor[:, None] * part_out
+    exists = inside[:, None] & (split >= 0)[None, :]
+    tops = tl.load(part_sums_ptr + part * 2, exists, other=0.0)
+    sums = tl.load(part_sums_ptr + part * 2 + 1, exists, other=0.0)
+    outs = tl.load(
+        part_out_ptr + part[:, :, None] * HEAD_DIM + d[None, None, :],
+        exists[:, :, None] & (d >= 0)[None, None, :],
+        other=0.0,
+    )
+    factors = tl.exp2(tops - tl.max(tops, axis=1)[:, None])
+    total = tl.sum(factors * sums, axis=1)
+    out = tl.sum(factors[:, :, None] * outs, axis=1)
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out_ptr + head[:, None] * HEAD_DIM + d[None, :],
@@ -286,7 +286,7 @@ def attention_decode_triton(
         num_stages=3,
     )
     if splits > 1:
-        block_h = 4
+        block_h = 1
         total_heads = num_sequences * num_heads
         _combine_kernel[(-(-total_heads // block_h),)](
             part_out,

@@ -17,8 +17,8 @@ LOG2_E = 1.4426950408889634
 """exp(x) = exp2(LOG2_E * x): kernels fold it into the scale."""
 
 # Rows (query heads that share a key-value head, times tokens) and keys of the kernel's tiles.
-_BLOCK_ROWS = 128
-_BLOCK_S = 64
+_BLOCK_ROWS, _BLOCK_S = 64, 64
+_WARPS, _STAGES = 4, 2
 
 # Queries handled by one call on a windowed layer: keys outside the chunk's windows are not read,
 # so that the work grows with tokens times window, not with tokens squared.
@@ -159,7 +159,7 @@ def attend_to_keys(
         else:
             key = tl.load(key_place, exists[None, :] & (d >= 0)[:, None], other=0.0)
             value = tl.load(value_place, exists[:, None] & (d >= 0)[None, :], other=0.0)
-        scores = tl.dot(query, key.to(dtype), input_precision="ieee") * log2_scale
+        scores = tl.dot(query, key.to(dtype), input_precision="ieee")
         if not IS_CLEAR:
             visible = exists[None, :]
             if CAUSAL:
@@ -167,9 +167,10 @@ def attend_to_keys(
             if HAS_WINDOW:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(visible, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # Scaled within the exponent, as one instruction; the scale is positive.
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * log2_scale)
         factor = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
+        weights = tl.exp2(scores * log2_scale - new_top[:, None])
         total = total * factor + tl.sum(weights, axis=1)
         out = tl.dot(
             weights.to(dtype), value.to(dtype), out * factor[:, None], input_precision="ieee"
@@ -393,7 +394,7 @@ def attention_prefill_triton(
         BLOCK_T=block_t,
         BLOCK_S=32 if in_float32 else _BLOCK_S,
         IN_FLOAT32=in_float32,
-        num_warps=4 if head_dim <= 64 else 8,
-        num_stages=2,
+        num_warps=_WARPS if head_dim <= 64 else 8,
+        num_stages=_STAGES,
     )
     return out

@@ -15,6 +15,8 @@ from musespark.ops.precision import wide_dtype
 from musespark.ops.rms_norm import rms_norm
 from musespark.ops.triton_import import next_power_of_2, num_multiprocessors, round_to, tl, triton
 
+# Of a multiprocessor's shared memory, for rows on their way.
+_FETCHED_BYTES = 192 * 1024
 # Bounds the float32 intermediate of one chunk to 128 MiB.
 _CHUNK_ELEMENTS = 32 * 2**20
 
@@ -149,7 +151,8 @@ def expert_finalize_triton(
     assert rows.stride(1) == 1
     assert route_weights.is_contiguous()
     assert route_index.is_contiguous()
-    block = next_power_of_2(width)
+    block, block_k = next_power_of_2(width), next_power_of_2(top_k)
+    tile_bytes = block * block_k * rows.element_size()
     programs = num_multiprocessors(rows.device)
     _finalize_kernel[(min(num_tokens, programs),)](
         rows,
@@ -162,9 +165,10 @@ def expert_finalize_triton(
         rows.stride(0),
         eps,
         TOP_K=top_k,
-        BLOCK_K=next_power_of_2(top_k),
+        BLOCK_K=block_k,
         BLOCK=block,
-        STAGES=1 if num_tokens <= programs else 3,
-        num_warps=max(1, min(16, block // 256)),
+        # One tile is computed while others, in shared memory, are on their way.
+        STAGES=1 if num_tokens <= programs else 1 + min(2, _FETCHED_BYTES // tile_bytes),
+        num_warps=max(1, min(8, block // 256)),
     )
     return out

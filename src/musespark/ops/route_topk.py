@@ -82,6 +82,7 @@ def _route_kernel(
     PARTS: tl.constexpr,
     SIGMOID: tl.constexpr,
     HAS_PADDING: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -93,10 +94,9 @@ def _route_kernel(
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     inside = expert < num_experts
-    logits = tl.zeros((BLOCK_E,), tl.float32)
-    for part in tl.static_range(PARTS):
-        place = (part * num_tokens + token).to(tl.int64) * num_experts + expert
-        logits += tl.load(parts_ptr + place, inside, other=0.0)
+    part = tl.arange(0, BLOCK_P)[:, None]
+    place = (part * num_tokens + token).to(tl.int64) * num_experts + expert[None, :]
+    logits = tl.sum(tl.load(parts_ptr + place, (part < PARTS) & inside[None, :], other=0.0), axis=0)
     if SIGMOID:
         scores = tl.sigmoid(logits)
     else:
@@ -160,6 +160,7 @@ def route_topk_triton(
             PARTS=parts,
             SIGMOID=scoring == "sigmoid",
             HAS_PADDING=padding is not None,
+            BLOCK_P=next_power_of_2(parts),
             BLOCK_K=next_power_of_2(top_k),
             BLOCK_E=next_power_of_2(num_experts),
             num_warps=4 if parts > 4 else 1,

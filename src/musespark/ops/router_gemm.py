@@ -110,7 +110,7 @@ def router_gemm_triton(x: Tensor, weight: Tensor) -> Tensor:
 
 def _tiling(num_tokens: int, width: int) -> tuple[int, int, int]:
     """(tokens of a tile, parts of the sum, width of a piece), so that every core has work."""
-    block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    block_t = next(size for size in (16, 32, 64, 128) if num_tokens <= size or size == 128)
     tiles = max(1, -(-num_tokens // block_t))
-    parts = max(1, min(32 // tiles, width // 256))
-    return block_t, parts, 128 if block_t == 16 else 64
+    parts = max(1, min(32, 128 // tiles, width // 256))
+    return block_t, parts, 64

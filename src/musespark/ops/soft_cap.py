@@ -8,7 +8,7 @@ from torch import Tensor
 
 from musespark.ops.triton_import import tl, triton
 
-_BLOCK = 2048
+_BLOCK = 1024
 
 
 def soft_cap(x: Tensor, multiplier: float, cap: float) -> Tensor:

@@ -55,6 +55,7 @@ class DecodeGraphs:
             )
         )
 
+    @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(logits [N, V] of the wanted rows, taps [T, D]), valid until the next step."""
         count = batch.token_ids.shape[0]
@@ -74,7 +75,6 @@ class DecodeGraphs:
         shape = (SIZES[-1], width)
         return torch.zeros(shape, dtype=torch.int32, device=self._decoder.device)
 
-    @torch.inference_mode()
     def _record(self, size: int, like: ForwardBatch) -> "_Graph":
         """A graph of `size` rows, recorded while all of them are padding."""
         device = self._decoder.device

@@ -36,7 +36,7 @@ class Attention(nn.Module):
     ) -> None:
         """`axis`: the ranks that share the heads; more of them than key-value heads hold copies."""
         super().__init__()
-        self.kernels = choose_kernels(device, dtype)
+        self.kernels = choose_kernels(device, dtype, config.head_dim)
         self.head_dim = config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         q_share = Share.of(heads * self.head_dim, axis, units=heads)

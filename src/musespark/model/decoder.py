@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config, self.dtype, self.layout, self.device = config, dtype, layout, device
-        self.kernels = choose_kernels(device, dtype)
+        self.kernels = choose_kernels(device, dtype, config.head_dim)
         self._link = StageLink(layout.mesh.pipeline)
         vocabulary, width = config.vocab_size, config.hidden_size
         self.embed_tokens: VocabularyEmbedding | None = None

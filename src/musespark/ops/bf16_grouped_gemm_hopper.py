@@ -21,10 +21,6 @@ from musespark.ops.nvfp4_hopper.work_list import (
 )
 from musespark.ops.triton_import import IS_INTERPRETED, tl, triton
 
-# The schedule is that of the NVFP4 kernel, which has run on an H200; this kernel has run in the
-# interpreter only. Until tests/gpu has passed on a GPU, experts go through torch's products there.
-PROVEN_ON_GPU = False
-
 
 @dataclass(frozen=True, slots=True)
 class BF16Tiling:

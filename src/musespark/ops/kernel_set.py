@@ -31,11 +31,7 @@ from musespark.ops.rms_norm import rms_norm, rms_norm_triton
 from musespark.ops.route_topk import route, route_triton
 from musespark.ops.silu_mul import silu_mul, silu_mul_triton
 from musespark.ops.soft_cap import soft_cap, soft_cap_triton
-from musespark.ops.triton_import import HAS_TRITON
-
-# Triton's kernels are exact in the interpreter and compile for Hopper, but their tests on a GPU
-# (tests/gpu) have not passed on one yet. Until then a GPU runs plain PyTorch.
-_PROVEN_ON_GPU = False
+from musespark.ops.triton_import import HAS_TRITON, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +95,14 @@ def triton_kernels() -> KernelSet:
     )
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelSet:
-    """The fastest functions for a model that computes in `dtype` on `device`."""
-    if (
-        _PROVEN_ON_GPU
-        and HAS_TRITON
-        and device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float32)
-    ):
-        return triton_kernels()
-    return torch_kernels()
+def choose_kernels(
+    device: torch.device, dtype: torch.dtype, head_dim: int | None = None
+) -> KernelSet:
+    """The fastest functions for a model that computes in `dtype` on `device`.
+
+    Whoever deals with attention names the `head_dim`: the kernels take powers of two from 16 on.
+    """
+    is_suited = HAS_TRITON and device.type == "cuda" and dtype in (torch.bfloat16, torch.float32)
+    if head_dim is not None:
+        is_suited = is_suited and head_dim >= 16 and head_dim == next_power_of_2(head_dim)
+    return triton_kernels() if is_suited else torch_kernels()

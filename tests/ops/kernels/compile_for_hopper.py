@@ -24,12 +24,21 @@ from musespark.ops.output_gate import output_gate_triton
 from musespark.ops.qk_norm_rope import qk_norm_rope_write_triton
 from musespark.ops.rms_norm import rms_norm_triton
 from musespark.ops.route_topk import route_topk_triton
+from musespark.ops.routed_experts import RoutedExperts
 from musespark.ops.router_gemm import router_gemm_triton
 from musespark.ops.silu_mul import silu_mul_triton
+from musespark.ops.skinny_linear import skinny_linear_triton
 from musespark.ops.soft_cap import soft_cap_triton
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-KINDS = {BF16: "bf16", F32: "fp32", FP8: "fp8e4nv", torch.int32: "i32", torch.int64: "i64"}
+KINDS = {
+    BF16: "bf16",
+    F32: "fp32",
+    FP8: "fp8e4nv",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 seen: set[tuple[str, ...]] = set()
 
@@ -121,6 +130,20 @@ def compile_routing(tokens: int) -> None:
     group_by_expert_triton(torch.zeros((tokens, 8), dtype=torch.int64), 256)
 
 
+def compile_products() -> None:
+    for rows, width in ((18432, 8192), (8192, 4096)):
+        skinny_linear_triton(empty(16, width), empty(rows, width))
+    ids = torch.zeros((4, 2), dtype=torch.int64)
+    for dtype in (BF16, F32):
+        RoutedExperts(empty(4, 192, 128, dtype=dtype), empty(4, 128, 96, dtype=dtype))(
+            empty(4, 128, dtype=dtype), ids
+        )
+    codes = (empty(4, 192, 64, dtype=torch.uint8), empty(4, 128, 48, dtype=torch.uint8))
+    scales = (empty(4, 192, 8, dtype=FP8), empty(4, 128, 6, dtype=FP8))
+    factors = (empty(4, 2, dtype=F32), empty(4, dtype=F32))
+    RoutedExperts(*codes, scales, factors)(empty(4, 128), ids)
+
+
 def compile_heads(head_dim: int, cache_dtype: torch.dtype) -> None:
     cache = empty(4, 16, 16, head_dim, dtype=cache_dtype)
     qkvg = empty(16, 288, head_dim)
@@ -147,6 +170,7 @@ def main() -> None:
         compile_rows(tokens)
     for tokens in (1, 32, 4096):
         compile_routing(tokens)
+    compile_products()
     for head_dim in (64, 128):
         for cache_dtype in (BF16, FP8):
             compile_heads(head_dim, cache_dtype)

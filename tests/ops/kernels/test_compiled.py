@@ -41,15 +41,15 @@ def of(kernels, name):
 
 
 def test_all_kernels_fit(kernels):
-    assert len({kernel["kernel"] for kernel in kernels}) == 14
+    assert len({kernel["kernel"] for kernel in kernels}) == 17
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
-        # A few bytes may go to the stack of a program that fills all registers.
-        assert kernel["stack_bytes"] <= 16, kernel
+        # Some bytes may go to the stack of a program that fills all registers.
+        assert kernel["stack_bytes"] <= 64, kernel
 
 
 def test_long_products_run_on_the_matrix_units(kernels):
-    for name in ("_router_gemm_kernel", "_prefill_kernel"):
+    for name in ("_router_gemm_kernel", "_prefill_kernel", "_skinny_kernel"):
         assert all(kernel["uses_wgmma"] for kernel in of(kernels, name))
     assert all(kernel["uses_mma"] for kernel in of(kernels, "_decode_kernel"))
 

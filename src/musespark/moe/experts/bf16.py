@@ -16,10 +16,12 @@ from musespark.moe.experts.slots import (
     stored_one_by_one,
 )
 from musespark.moe.router import Routing
-from musespark.ops.bf16_grouped_gemm_hopper import PROVEN_ON_GPU, HopperBF16Experts
+from musespark.ops import routed_experts
+from musespark.ops.bf16_grouped_gemm_hopper import HopperBF16Experts
 from musespark.ops.expert_permute import group_by_expert
 from musespark.ops.grouped_gemm import can_pack_grouped, grouped_gemm, pack_grouped_gemm
 from musespark.ops.nvfp4_hopper import runs_on
+from musespark.ops.routed_experts import RoutedExperts
 from musespark.ops.silu_mul import silu_mul
 from musespark.ops.small_experts import are_small, small_experts
 from musespark.parallel.shard import HasTensor, WeightSlot, weight_slots
@@ -55,7 +57,7 @@ class GroupedExperts(nn.Module):
             self.width, config.post_norm_eps, dtype=dtype, device=device
         )
         self._are_small = are_small(self.gate_up_proj, self.down_proj)
-        self._hopper: HopperBF16Experts | None = None
+        self._on_gpu: HopperBF16Experts | RoutedExperts | None = None
         self._gate_up = grouped_gemm(self.gate_up_proj)
         self._down = grouped_gemm(self.down_proj)
 
@@ -76,7 +78,7 @@ class GroupedExperts(nn.Module):
         """Move the weights to the machine's fastest layout; their plain form is given up."""
         if self.keeps_plain_weights or self._are_small:
             return
-        if self._pack_for_hopper():
+        if self._pack_for_gpu():
             return
         for name, matmul in (("gate_up_proj", "_gate_up"), ("down_proj", "_down")):
             weight = getattr(self, name)
@@ -84,19 +86,22 @@ class GroupedExperts(nn.Module):
                 setattr(self, matmul, pack_grouped_gemm(weight))
                 setattr(self, name, None)
 
-    def _pack_for_hopper(self) -> bool:
-        """Take the path for Hopper GPUs, if there is one here; says whether it was taken."""
+    def _pack_for_gpu(self) -> bool:
+        """Take the kernels for these widths, if there are any here; says whether it did."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        if gate_up is None or down is None or gate_up.dtype != torch.bfloat16 or not PROVEN_ON_GPU:
+        if gate_up is None or down is None:
             return False
-        if runs_on(gate_up.device, self.width, self.part.inner_size):
-            self._hopper = HopperBF16Experts(gate_up.data, down.data)
-        return self._hopper is not None
+        device, dtype = gate_up.device, gate_up.dtype
+        if dtype == torch.bfloat16 and runs_on(device, self.width, self.part.inner_size):
+            self._on_gpu = HopperBF16Experts(gate_up.data, down.data)
+        elif routed_experts.takes(device, dtype):
+            self._on_gpu = RoutedExperts(gate_up.data, down.data)
+        return self._on_gpu is not None
 
     @property
     def waits_for_device(self) -> bool:
         """Whether the host must know how many rows each expert has."""
-        return self._hopper is None
+        return self._on_gpu is None
 
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""
@@ -105,9 +110,9 @@ class GroupedExperts(nn.Module):
     def forward(self, activations: Activations, routing: Routing) -> ExpertOutput:
         """Run the experts on pooled, normed activations [T, H]."""
         assert isinstance(activations, Tensor)
-        if self._hopper is not None:
+        if self._on_gpu is not None:
             first_expert = self.part.first_expert or 0
-            rows, index = self._hopper(activations, routing.ids, first_expert=first_expert)
+            rows, index = self._on_gpu(activations, routing.ids, first_expert=first_expert)
             return ExpertOutput(rows, routing.weights, index, route_major=True)
         if self._are_small and not self.keeps_plain_weights:
             assert self.gate_up_proj is not None

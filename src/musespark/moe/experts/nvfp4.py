@@ -26,11 +26,13 @@ from musespark.moe.experts.slots import (
     stored_one_by_one,
 )
 from musespark.moe.router import Routing
+from musespark.ops import routed_experts
 from musespark.ops.expert_permute import group_by_expert
 from musespark.ops.nvfp4 import GROUP_SIZE
 from musespark.ops.nvfp4_grouped_gemm import nvfp4_grouped_gemm, pack_nvfp4_grouped_gemm
 from musespark.ops.nvfp4_hopper import HopperNVFP4Experts, runs_on
 from musespark.ops.precision import wide_dtype
+from musespark.ops.routed_experts import RoutedExperts
 from musespark.ops.scaled_silu_mul import scaled_silu_mul
 from musespark.parallel.shard import HasTensor, WeightSlot, copy_into, weight_slots
 
@@ -49,7 +51,7 @@ class NVFP4Experts(nn.Module):
     down_proj_weight_scale: nn.Parameter | None
     down_proj_weight_scale_2: nn.Parameter
     down_proj_input_scale: nn.Parameter
-    multiplies_bfloat16 = True
+    takes_plain_activations = True
     """Whether activations enter the products as they are."""
     keeps_plain_weights = False
     """Whether `pack` does nothing, and every product reads the checkpoint's own layout."""
@@ -91,7 +93,7 @@ class NVFP4Experts(nn.Module):
         self.post_expert_norm = WeightFirstRMSNorm(
             width, config.post_norm_eps, dtype=dtype, device=device
         )
-        self._hopper: HopperNVFP4Experts | None = None
+        self._on_gpu: HopperNVFP4Experts | RoutedExperts | None = None
         self._gate_up = nvfp4_grouped_gemm(self.gate_up_proj, self.gate_up_proj_weight_scale)
         self._down = nvfp4_grouped_gemm(self.down_proj, self.down_proj_weight_scale)
 
@@ -134,7 +136,7 @@ class NVFP4Experts(nn.Module):
         """Rearrange the weights in place for fast look-ups; their plain form is given up."""
         if self.keeps_plain_weights:
             return
-        if self._pack_for_hopper():
+        if self._pack_for_gpu():
             return
         for name in ("gate_up", "down"):
             codes = getattr(self, f"{name}_proj")
@@ -144,19 +146,26 @@ class NVFP4Experts(nn.Module):
                 setattr(self, f"{name}_proj", None)
                 setattr(self, f"{name}_proj_weight_scale", None)
 
-    def _pack_for_hopper(self) -> bool:
-        """Take the path for Hopper GPUs, if there is one here; says whether it was taken."""
+    def _pack_for_gpu(self) -> bool:
+        """Take the kernels for these widths, if there are any here; says whether it did."""
         gate_up, down = self.gate_up_proj, self.down_proj
         scales, down_scales = self.gate_up_proj_weight_scale, self.down_proj_weight_scale
         if gate_up is None or scales is None or down is None or down_scales is None:
             return False
-        is_suited = self.multiplies_bfloat16 and self.dtype == torch.bfloat16
-        if not is_suited or not runs_on(gate_up.device, down.shape[1], self.part.inner_size):
+        if not self.takes_plain_activations:
             return False
-        self._hopper = HopperNVFP4Experts(
-            gate_up.data, scales.data, self.gate_up_proj_weight_scale_2.data,
-            down.data, down_scales.data, self.down_proj_weight_scale_2.data,
-        )  # fmt: skip
+        device = gate_up.device
+        factors = self.gate_up_proj_weight_scale_2.data, self.down_proj_weight_scale_2.data
+        if self.dtype == torch.bfloat16 and runs_on(device, down.shape[1], self.part.inner_size):
+            self._on_gpu = HopperNVFP4Experts(
+                gate_up.data, scales.data, factors[0], down.data, down_scales.data, factors[1]
+            )
+        elif routed_experts.takes(device, self.dtype):
+            self._on_gpu = RoutedExperts(
+                gate_up.data, down.data, (scales.data, down_scales.data), factors
+            )
+        else:
+            return False
         self.gate_up_proj = self.gate_up_proj_weight_scale = None
         self.down_proj = self.down_proj_weight_scale = None
         return True
@@ -164,7 +173,7 @@ class NVFP4Experts(nn.Module):
     @property
     def waits_for_device(self) -> bool:
         """Whether the host must know how many rows each expert has."""
-        return self._hopper is None
+        return self._on_gpu is None
 
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""
@@ -173,9 +182,9 @@ class NVFP4Experts(nn.Module):
     def forward(self, activations: Activations, routing: Routing) -> ExpertOutput:
         """Run the experts on pooled, normed activations [T, H]."""
         assert isinstance(activations, Tensor)
-        if self._hopper is not None:
+        if self._on_gpu is not None:
             first_expert = self.part.first_expert or 0
-            rows, index = self._hopper(activations, routing.ids, first_expert=first_expert)
+            rows, index = self._on_gpu(activations, routing.ids, first_expert=first_expert)
             return ExpertOutput(rows, routing.weights, index, route_major=True)
         groups = group_by_expert(routing.ids, self.part.num_experts_here, self.part.first_expert)
         group_ends = groups.group_ends.tolist()

@@ -27,7 +27,7 @@ _UNCALIBRATED = 1.0
 class NVFP4W4A4Experts(NVFP4Experts):
     """NVFP4 experts that see their inputs through NVFP4 as well."""
 
-    multiplies_bfloat16 = False
+    takes_plain_activations = False
     input_scale: Tensor | None
     """[1] float32: a13, if it is static."""
     inner_scale: Tensor | None

@@ -2,8 +2,16 @@ import pytest
 import torch
 from tests.ops.accuracy import BF16, F32, F64, randn
 
-from musespark.modules.linear import FusedLinear, Linear
+from musespark.modules.linear import (
+    ColumnBlock,
+    FusedLinear,
+    Linear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from musespark.ops.linear import bfloat16_is_fast
+from musespark.parallel.mesh import ALONE, MeshAxis
+from musespark.parallel.shard import Share
 
 CPU = torch.device("cpu")
 PARTS = {"q_proj": 24, "k_proj": 8, "v_proj": 8, "gate_proj": 24}
@@ -52,3 +60,69 @@ def test_wide_output_is_not_rounded_to_the_compute_dtype(dtype):
         assert out.dtype == (F64 if dtype == F64 else F32)
         assert ((out - exact).abs() <= 5e-6 * size).all()
         layer.pack()
+
+
+RANKS = [MeshAxis(rank, 4) for rank in range(4)]
+
+
+def fill(slots, weights):
+    """Give every slot its part of the weights on disk."""
+    for slot in slots:
+        assert slot.shape == tuple(weights[slot.name].shape)
+        slot.store(weights[slot.name][slot.index])
+
+
+def test_shares_of_fused_parts_side_by_side_are_the_whole():
+    weights = {f"{name}.weight": randn(rows, 16, seed=rows) for name, rows in PARTS.items()}
+    x = randn(5, 16)
+    found = []
+    for axis in RANKS:
+        shares = {name: Share.of(rows, axis) for name, rows in PARTS.items()}
+        fused = FusedLinear(16, shares, dtype=F32, device=CPU)
+        fill(fused.part_slots(""), weights)
+        found.append(fused(x).split([share.size for share in shares.values()], dim=-1))
+    for parts, weight in zip(zip(*found, strict=True), weights.values(), strict=True):
+        assert torch.allclose(torch.cat(parts, dim=-1), x @ weight.t(), atol=1e-5)
+
+
+def test_partial_sums_of_row_shares_add_up():
+    weights = {"o.weight": randn(6, 16, seed=1)}
+    x = randn(5, 16)
+    total = torch.zeros(5, 6)
+    for axis in RANKS:
+        share = Share.of(16, axis)
+        layer = RowParallelLinear(share, 6, dtype=F32, device=CPU)
+        fill(layer.weight_slots("o.", weights.__contains__), weights)
+        total += layer(x[:, share.index])
+    assert torch.allclose(total, x @ weights["o.weight"].t(), atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 256, 257])
+def test_few_tokens_are_multiplied_by_a_block_of_columns(tokens, packed):
+    weight, x = randn(24, 16, seed=1), randn(tokens, 16)
+    blocks = []
+    for axis in RANKS:
+        layer = ReplicatedLinear(16, 24, axis=axis, min_tokens=32, dtype=F32, device=CPU)
+        assert layer.weight is not None
+        layer.weight.copy_(weight)
+        if packed:
+            layer.pack()
+        assert torch.allclose(layer(x), x @ weight.t(), atol=1e-5)
+        out = layer.columns(x)
+        assert isinstance(out, ColumnBlock) == (32 <= tokens <= 256)
+        blocks.append(
+            out.values if isinstance(out, ColumnBlock) else out.chunk(4, dim=1)[axis.rank]
+        )
+    assert torch.allclose(torch.cat(blocks, dim=1), x @ weight.t(), atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [ALONE, MeshAxis(1, 5)])
+def test_columns_stay_whole_where_they_cannot_be_shared(axis):
+    """One rank, or ranks that cannot have equal blocks."""
+    layer = ReplicatedLinear(16, 24, axis=axis, dtype=F32, device=CPU)
+    assert layer.weight is not None
+    layer.weight.copy_(randn(24, 16))
+    x = randn(3, 16)
+    assert torch.equal(layer.gathered(x), layer(x))
+    assert isinstance(layer.columns(x), torch.Tensor)

@@ -38,6 +38,36 @@ class Recording:
     steps: list[Step]
 
 
+@dataclass
+class Differences:
+    """Between what ranks gave and what one process gave; errors in units of the largest value."""
+
+    logits: float = 0.0
+    taps: float = 0.0
+    typical: float = 0.0
+    """The largest of the steps' median errors of the logits."""
+    flips: int = 0
+    """Steps whose greedy tokens differ."""
+    steps: int = 0
+
+    def add(self, logits, expected, taps, expected_taps):
+        self.steps += 1
+        assert logits.shape == expected.shape
+        assert logits.dtype == expected.dtype
+        self.flips += not torch.equal(logits.argmax(dim=-1), expected.argmax(dim=-1))
+        self.logits = max(self.logits, float(_errors(logits, expected).max()))
+        self.typical = max(self.typical, float(_errors(logits, expected).median()))
+        for pair in zip(taps, expected_taps, strict=True):
+            self.taps = max(self.taps, float(_errors(*pair).max()))
+
+
+def _errors(found, expected):
+    if not expected.numel():
+        return torch.zeros(1)
+    assert found.isfinite().all()
+    return (found - expected).abs() / expected.abs().max()
+
+
 class _Recorder:
     """A runner that keeps what went through it."""
 
@@ -45,9 +75,9 @@ class _Recorder:
         self._inner, self._steps, self.device = inner, steps, inner.device
 
     def run(self, batch):
-        logits, taps = self._inner.run_with_taps(batch)
+        logits, taps = self._inner.run(batch)
         self._steps.append(Step(batch, True, logits.clone(), taps))
-        return logits
+        return logits, taps
 
 
 def record(decoder: Decoder, lengths, *, prompts=(), chunk=7, max_tokens=5) -> Recording:
@@ -88,8 +118,7 @@ def replay(rank, settings, folder, recordings, dtype="float32", pack=False):
     Replicas go step by step together; one whose steps are over runs empty ones.
 
     Returns:
-        (largest error of the logits, of the taps, steps whose greedy tokens differ, steps run),
-        errors in units of the largest magnitude; None on ranks that hand out nothing.
+        what differs; None on ranks that hand out nothing.
     """
     parallelism = Parallelism(**settings)
     mesh = build_mesh(parallelism, rank)
@@ -106,25 +135,15 @@ def replay(rank, settings, folder, recordings, dtype="float32", pack=False):
         device=decoder.device,
         layout=decoder.layout,
     )
-    errors, tap_errors, flips = [0.0], [0.0], 0
+    found = Differences()
     for step in steps:
         logits, taps = decoder.forward_with_taps(step.batch, caches if step.cached else None, TAPS)
         if mesh.pipeline.rank != mesh.pipeline.size - 1:
             assert logits.shape == (0, decoder.config.vocab_size)
             assert taps == ()
             continue
-        assert logits.shape == step.logits.shape
-        errors.append(_error(logits, step.logits))
-        tap_errors += [_error(*pair) for pair in zip(taps, step.taps, strict=True)]
-        flips += not torch.equal(logits.argmax(dim=-1), step.logits.argmax(dim=-1))
+        found.add(logits, step.logits, taps, step.taps)
     dist.barrier()  # a message to a slower rank lives as long as the decoder that sent it
     if mesh.pipeline.rank != mesh.pipeline.size - 1:
         return None
-    return max(errors), max(tap_errors), flips, len(steps)
-
-
-def _error(found, expected):
-    assert found.dtype == expected.dtype
-    if not expected.numel():
-        return 0.0
-    return float((found - expected).abs().max() / expected.abs().max())
+    return found

@@ -43,9 +43,14 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        """Whether each of the batch's sequences has one new token and fits the tables."""
+        """Whether each of the batch's sequences has one new token and fits the tables.
+
+        Alike on all ranks of a replica, so that they record and repeat the same collectives.
+        """
         num_sequences = len(batch.seq_lens)
         if not num_sequences == batch.num_decodes == batch.token_ids.shape[0] <= SIZES[-1]:
+            return False
+        if not self._decoder.can_record(SIZES[bisect_left(SIZES, num_sequences)]):
             return False
         return all(
             metadata is None or metadata.block_table.shape[1] <= table.shape[1]

@@ -81,9 +81,16 @@ class Decoder(nn.Module):
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether a forward pass asks the device for numbers, which no CUDA graph can record."""
+        """Whether every forward pass asks the device for numbers, which no CUDA graph records."""
         parts = [self.kernels, self._link, *self.layers.modules()]
         return any(getattr(part, "waits_for_device", False) for part in parts)
+
+    def can_record(self, num_tokens: int) -> bool:
+        """Whether a CUDA graph can record a pass of so many tokens.
+
+        Where tokens are cut, rows travel, and the host must know how many.
+        """
+        return not self.waits_for_device and not self.layout.cuts(num_tokens)
 
     def weight_slots(self, prefix: str, has: HasTensor) -> Iterator[WeightSlot]:
         """What the decoder takes from a checkpoint whose text weights start with `prefix`."""

@@ -68,8 +68,8 @@ class CompressedMoE(nn.Module):
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether the host must know how many rows go to which rank."""
-        return any(isinstance(run, AllToAllRunner) for run in (self._run_experts, self._run_on_cut))
+        """Whether rows travel even where all tensor ranks hold the same tokens."""
+        return isinstance(self._run_experts, AllToAllRunner)
 
     def forward(self, hidden_states: Tensor, place: Placement = HERE) -> Tensor | ColumnBlock:
         """The rows at `place` -> as many, [., D]; rows that are padding reach no expert.

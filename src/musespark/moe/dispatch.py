@@ -45,9 +45,7 @@ def plan_dispatch(ids: Tensor, experts_per_rank: int, axis: MeshAxis) -> Dispatc
 
 
 class AllToAllRunner:
-    """The MoE runner of ranks with tokens of their own."""
-
-    waits_for_device = True
+    """The MoE runner of ranks with tokens of their own; the host waits for every step's counts."""
 
     def __init__(self, experts: Experts, finalizer: Finalizer, axis: MeshAxis) -> None:
         """`experts`: this rank's, whole ones; `axis`: the ranks among which they are handed out."""

@@ -54,6 +54,15 @@ class Layout:
         """From how many tokens on the unpooler's columns are shared."""
         return _MIN_TOKENS_ACROSS_NODES if self.tensor.spans_nodes else 1
 
+    def cuts(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens is cut along them.
+
+        It is as soon as every rank gets a token and the batch is above the hybrid threshold.
+        """
+        settings = self.parallelism
+        least = max(self.tensor.size, (settings.hybrid_token_threshold or 0) + 1)
+        return settings.sequence_parallel and num_tokens >= least
+
     def layers_here(self, num_layers: int) -> range:
         """The layers of this rank's pipeline stage."""
         return self.parallelism.layers_of_stage(num_layers, self.mesh.pipeline.rank)

@@ -135,7 +135,7 @@ class StepPlaces:
     def of(
         cls, layout: Layout, num_tokens: int, padding: Tensor | None, device: torch.device
     ) -> "StepPlaces":
-        """Cut as soon as every rank gets a token and the batch is above the hybrid threshold.
+        """The places of one step, by `Layout.cuts`.
 
         Args:
             layout: how the model is spread.
@@ -143,9 +143,7 @@ class StepPlaces:
             padding: [T] bool, True for rows that are no tokens; None: none are.
             device: where the stream is.
         """
-        settings, axis = layout.parallelism, layout.tensor
-        whole = Replicated(axis, padding)
-        least = max(axis.size, (settings.hybrid_token_threshold or 0) + 1)
-        if not settings.sequence_parallel or num_tokens < least:
+        whole = Replicated(layout.tensor, padding)
+        if not layout.cuts(num_tokens):
             return cls(whole, whole)
-        return cls(whole, CutByTokens(axis, whole, num_tokens, device))
+        return cls(whole, CutByTokens(layout.tensor, whole, num_tokens, device))

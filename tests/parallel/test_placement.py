@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from musespark.config.parallel import Parallelism
+from musespark.modules.linear import ColumnBlock
+from musespark.moe.block import CompressedMoE
 from musespark.parallel.layout import ONE_PROCESS, Layout
-from musespark.parallel.mesh import build_mesh, place_on_mesh
+from musespark.parallel.mesh import Mesh, MeshAxis, build_mesh, place_on_mesh
 from musespark.parallel.placement import StepPlaces
 from musespark.parallel.shard import Share
+from musespark.testing import tiny_config
 
 CPU = torch.device("cpu")
 CUT: dict[str, Any] = {
@@ -101,3 +104,32 @@ def test_shares():
     assert [Share.of(8, axis, units=1).index for axis in parts] == [slice(0, 8)] * 4
     assert Share.whole(7) == Share(7, 0, 7)
     assert heads[0].size == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({}, 4),
+        ({"expert_parallel": True}, 4),
+        ({"pipeline_parallel_size": 2}, 4),
+        ({"data_parallel_size": 2}, 1),
+        (CUT, 1),
+        ({**CUT, "hybrid_token_threshold": 8}, 4),
+    ],
+)
+def test_who_shares_the_columns_of_projections(settings, size):
+    parallelism = Parallelism(tensor_parallel_size=4, **settings)
+    layout = Layout(parallelism, place_on_mesh(parallelism, 0))
+    assert layout.projection_axis.size == size
+
+
+@pytest.mark.parametrize(("spans_nodes", "least"), [(False, 1), (True, 32)])
+def test_unpoolers_between_machines_are_shared_from_32_tokens_on(spans_nodes, least):
+    mesh = Mesh(tensor=MeshAxis(0, 2, spans_nodes=spans_nodes))
+    layout = Layout(Parallelism(tensor_parallel_size=2), mesh)
+    assert layout.min_unpooler_tokens == least
+    block = CompressedMoE(tiny_config(), 0, dtype=torch.float32, device=CPU, layout=layout)
+    for tokens in (1, 31, 32, 256, 257):
+        pooled = torch.zeros(tokens, block.post_expert_proj.in_features)
+        unpooled = block.post_expert_proj.columns(pooled)
+        assert isinstance(unpooled, ColumnBlock) == (least <= tokens <= 256)

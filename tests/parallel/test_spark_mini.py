@@ -39,7 +39,7 @@ def evaluated(rank, settings):
         max_model_len=2048,
         eos_token_ids=decoder.config.eos_token_ids,
     )
-    replies = []
+    replies: list[list[int]] = []
 
     def generate(prompts, max_tokens, stop_ids):
         params = replace(

@@ -20,8 +20,14 @@ from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.speculation import Speculation, SpeculationSettings
 from musespark.speculative.budget import StepCosts
 
-CHEAP = StepCosts(step=((1, 1.0), (512, 1.0)), draft=((1, 0.01),))
-DEAR = StepCosts(step=((1, 1.0), (512, 512.0)), draft=((1, 0.01),))
+
+def costs_of(last, draft=0.01):
+    """Of a second for one token, and `last` for 101."""
+    points = ((1, 1.0), (101, last))
+    return StepCosts(plain=points, verify=points, draft=((1, draft),))
+
+
+CHEAP, DEAR = costs_of(1.0), costs_of(101.0)
 LIMITS = EngineLimits(
     vocab_size=VOCAB_SIZE,
     max_model_len=120,
@@ -211,7 +217,7 @@ def test_widths_follow_the_costs():
         assert (engine.stats().speculation.cycles > 0) is is_worth_it
         assert bool(engine.draft.num_proposed) is is_worth_it
     # What the draft does not believe itself is not verified.
-    rising = StepCosts(step=((1, 1.0), (101, 21.0)), draft=((1, 0.01),))
+    rising = costs_of(21.0)
     engine = new_engine(
         next_logits, costs=rising, fixed_width=False, confidences=[0.9, 0.9, 0.1, 0.9]
     )
@@ -222,7 +228,7 @@ def test_widths_follow_the_costs():
 
 def test_a_draft_that_is_never_right_is_not_asked_for_long():
     request = [(prompt_of(9), dataclasses.replace(GREEDY, max_tokens=100))]
-    rising = StepCosts(step=((1, 1.0), (101, 21.0)), draft=((1, 0.1),))
+    rising = costs_of(21.0, draft=0.1)
     engine = new_engine(wrong, costs=rising, fixed_width=False)
     assert run(engine, request) == run(new_engine(), request)
     assert 0 < len(engine.draft.num_proposed) < 90

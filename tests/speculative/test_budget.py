@@ -8,23 +8,32 @@ from hypothesis import strategies as st
 
 from musespark.speculative.budget import Acceptance, StepCosts, check_costs, choose_widths, smoothed
 
+
+def costs_of(*points, draft=((1, 0.1),)):
+    return StepCosts(plain=points, verify=points, draft=draft)
+
+
 # A step whose time hardly grows at first, and in proportion to its tokens later.
-RISING = StepCosts(step=((1, 1.0), (8, 1.1), (32, 2.0), (64, 4.0), (256, 16.0)), draft=((1, 0.1),))
-FLAT = StepCosts(step=((1, 1.0), (256, 1.0)), draft=((1, 0.1),))
-PROPORTIONAL = StepCosts(step=((1, 1.0), (256, 256.0)), draft=((1, 0.1),))
-# The second token is dear, further ones are not.
-JUMP = StepCosts(step=((1, 1.0), (2, 1.9), (16, 2.0), (256, 30.0)), draft=((1, 0.1),))
+RISING = costs_of((1, 1.0), (8, 1.1), (32, 2.0), (64, 4.0), (256, 16.0))
+FLAT = costs_of((1, 1.0), (256, 1.0))
+PROPORTIONAL = costs_of((1, 1.0), (256, 256.0))
+# The first guess is dear, further ones are not.
+JUMP = StepCosts(
+    plain=((1, 1.0), (256, 28.0)), verify=((2, 1.9), (16, 2.0), (256, 30.0)), draft=((1, 0.1),)
+)
 
 chances = st.lists(st.floats(0.01, 1), max_size=6).map(lambda c: sorted(c, reverse=True))
 
 
 def rate(survival, widths, num_sequences, num_tokens, costs):
     gained = sum(sum(chances[:width]) for chances, width in zip(survival, widths, strict=True))
-    return (num_sequences + gained) / costs.step_seconds(num_tokens + sum(widths))
+    return (num_sequences + gained) / (
+        costs.verify_seconds if sum(widths) else costs.plain_seconds
+    )(num_tokens + sum(widths))
 
 
 def test_times_between_and_beyond_what_was_measured():
-    assert [RISING.step_seconds(n) for n in (1, 8, 20, 256, 512)] == pytest.approx(
+    assert [RISING.plain_seconds(n) for n in (1, 8, 20, 256, 512)] == pytest.approx(
         [1.0, 1.1, 1.55, 16.0, 32.0]
     )
     assert RISING.draft_seconds(40) == 0.1
@@ -49,7 +58,7 @@ def test_free_rows_are_all_used_and_dear_ones_not_at_all():
 
 
 def test_the_likely_guesses_go_first():
-    costs = StepCosts(step=((1, 1.0), (101, 61.0)), draft=((1, 0.1),))
+    costs = costs_of((1, 1.0), (101, 61.0))
     assert choose_widths([[0.9, 0.8, 0.2], [0.3, 0.2, 0.1]], 2, 2, costs) == [2, 0]
 
 
@@ -110,7 +119,9 @@ def test_nobody_guesses_where_the_target_has_enough_to_do():
         acceptance.observe(5, 5)
     assert acceptance.is_worthwhile(1, 1, RISING)
     assert not acceptance.is_worthwhile(1, 1, PROPORTIONAL)
-    assert not acceptance.is_worthwhile(100, 100, StepCosts(RISING.step, ((1, 0.1), (100, 9.0))))
+    assert not acceptance.is_worthwhile(
+        100, 100, costs_of(*RISING.plain, draft=((1, 0.1), (100, 9.0)))
+    )
 
 
 def test_noise_does_not_make_a_larger_step_look_faster():
@@ -121,5 +132,5 @@ def test_noise_does_not_make_a_larger_step_look_faster():
         (8, 4.0),
     )
     assert check_costs(RISING)
-    for step in ((), ((2, 1.0),), ((1, 0.0),), ((1, 1.0), (1, 2.0))):
-        assert not check_costs(StepCosts(step, RISING.draft))
+    for points in ((), ((0, 1.0),), ((1, 0.0),), ((1, 1.0), (1, 2.0))):
+        assert not check_costs(costs_of(*points))

@@ -33,8 +33,8 @@ class SpeculationSettings:
 
     num_tokens: int
     """Tokens guessed at a time, at most the proposer's `max_tokens`."""
-    costs: StepCosts
-    """What steps take, measured."""
+    costs: StepCosts | None
+    """What steps take, measured; None: not known, so that the width must be fixed."""
     fixed_width: bool = False
     """Verify all guesses always, instead of those that pay."""
     draws_at_random: bool = True
@@ -60,6 +60,9 @@ class Speculation:
 
     def __init__(self, proposer: Proposer, settings: SpeculationSettings) -> None:
         self._proposer, self._settings = proposer, settings
+        # What decides about widths; None: they are fixed.
+        self._costs = None if settings.fixed_width else settings.costs
+        assert settings.fixed_width or self._costs is not None
         self._acceptance = Acceptance(settings.num_tokens)
         # What a slot's guesses were drawn from, and for whom.
         self._drawn_from: dict[int, tuple[Request, Tensor]] = {}
@@ -72,10 +75,10 @@ class Speculation:
         self, requests: Sequence[Request], num_sequences: int, num_tokens: int
     ) -> list[int]:
         """A `ChooseWidths` for the scheduler."""
-        if self._settings.fixed_width:
+        if self._costs is None:
             return [len(request.draft_token_ids) for request in requests]
         survival = [request.draft_survival for request in requests]
-        return choose_widths(survival, num_sequences, num_tokens, self._settings.costs)
+        return choose_widths(survival, num_sequences, num_tokens, self._costs)
 
     def guesses(self, sampling: Sequence[ScheduledRequest]) -> Guesses | None:
         """What a step has to verify; None if nothing."""
@@ -112,9 +115,10 @@ class Speculation:
         """Compare a step that took `seconds`, for `num_new_tokens` tokens of `num_sampling`
         sequences, with how long those would have taken one by one."""
         num_drafts = sum(item.num_drafts for item in schedule)
-        if num_drafts and num_sampling:
+        costs = self._settings.costs
+        if num_drafts and num_sampling and costs is not None:
             num_tokens = sum(item.num_new_tokens for item in schedule) - num_drafts
-            plain = self._settings.costs.step_seconds(num_tokens)
+            plain = costs.plain_seconds(num_tokens)
             self._saved_seconds += num_new_tokens / num_sampling * plain - seconds
 
     def stats(self) -> SpeculationStats:
@@ -134,11 +138,10 @@ class Speculation:
         self._inject(output, parts)
         drafting = [part for part in parts if part.has_sampled and _may_guess(part.request)]
         num_sampling = sum(part.has_sampled for part in parts)
-        settings = self._settings
         if not drafting:
             return
-        if settings.fixed_width or self._acceptance.is_worthwhile(
-            len(drafting), num_sampling, settings.costs
+        if self._costs is None or self._acceptance.is_worthwhile(
+            len(drafting), num_sampling, self._costs
         ):
             self._propose(output.batch, drafting, sampler)
         else:

@@ -33,25 +33,33 @@ _MARGIN = 1.03
 class StepCosts:
     """Measured times, in seconds, by ascending size."""
 
-    step: _Points
-    """(tokens, seconds) of a step of the target."""
+    plain: _Points
+    """(tokens, seconds) of a step of sequences with one token each."""
+    verify: _Points
+    """(tokens, seconds) of a step of sequences with guesses."""
     draft: _Points
     """(sequences, seconds) of guessing for so many."""
 
-    def step_seconds(self, num_tokens: int) -> float:
-        """Of a step of so many tokens."""
-        return _interpolate(self.step, num_tokens)
+    def plain_seconds(self, num_tokens: int) -> float:
+        """Of a step of so many tokens, none of them guessed."""
+        return _interpolate(self.plain, num_tokens)
+
+    def verify_seconds(self, num_tokens: int) -> float:
+        """Of a step of so many tokens, guessed ones included."""
+        return _interpolate(self.verify, num_tokens)
 
     def draft_seconds(self, num_sequences: int) -> float:
         """Of guessing for so many sequences."""
         return _interpolate(self.draft, num_sequences)
 
     def hull(self, num_tokens: int) -> list[tuple[int, float]]:
-        """The largest convex curve from a step of `num_tokens` tokens on that no measured time is
-        below: where the first further token is dear and the next are cheap, it spreads the price
+        """The largest convex curve from a plain step of `num_tokens` tokens on that no measured
+        time is below: where the first guess is dear and the next are cheap, it spreads the price
         over all of them."""
-        points = [(num_tokens, self.step_seconds(num_tokens))]
-        points += [point for point in self.step if point[0] > num_tokens]
+        least = self.plain_seconds(num_tokens)
+        later = [num for num, _ in self.verify if num > num_tokens] or [2 * num_tokens]
+        points = [(num_tokens, least)]
+        points += [(num, max(least, self.verify_seconds(num))) for num in later]
         hull: list[tuple[int, float]] = []
         for point in points:
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
@@ -110,11 +118,11 @@ class Acceptance:
 
     def is_worthwhile(self, num_guessing: int, num_sequences: int, costs: StepCosts) -> bool:
         """Whether to guess for `num_guessing` of `num_sequences` that decode."""
-        plain = num_sequences / costs.step_seconds(num_sequences)
+        plain = num_sequences / costs.plain_seconds(num_sequences)
         drafting = costs.draft_seconds(num_guessing)
         return any(
             (num_sequences + num_guessing * gained)
-            / (drafting + costs.step_seconds(num_sequences + num_guessing * width))
+            / (drafting + costs.verify_seconds(num_sequences + num_guessing * width))
             > plain * _MARGIN
             for width, gained in enumerate(accumulate(self.survival), start=1)
         )
@@ -141,11 +149,11 @@ def smoothed(points: Sequence[tuple[int, float]]) -> _Points:
 
 
 def check_costs(costs: StepCosts) -> bool:
-    """Whether these can be costs: sizes ascend from 1 on, and times are positive."""
+    """Whether these can be costs: sizes ascend, and times are positive."""
     return all(
         points
-        and points[0][0] == 1
+        and all(size >= 1 for size, _ in points)
         and all(seconds > 0 for _, seconds in points)
         and all(former[0] < latter[0] for former, latter in pairwise(points))
-        for points in (costs.step, costs.draft)
+        for points in (costs.plain, costs.verify, costs.draft)
     )

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from tests.engine.fake_draft import FakeDraft
 from tests.engine.harness import Finished
 
 from musespark.config.sampling import SamplingParams
@@ -18,6 +19,7 @@ from musespark.engine.executor import InProcessExecutor
 from musespark.engine.grammar import GrammarCompiler, pack_bitmask, unpack_bitmask
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.request import FinishReason
+from musespark.engine.speculation import Speculation, SpeculationSettings
 from musespark.engine.thread_client import start_thread_client
 from musespark.errors import RequestError
 
@@ -56,8 +58,8 @@ class NoiseModel:
         return torch.device("cpu")
 
     def run(self, batch):
-        rows = batch.logit_rows.tolist()
-        return torch.stack([self._row(int(batch.positions[row])) for row in rows]), ()
+        rows, taps = batch.logit_rows.tolist(), (batch.token_ids[:, None].float(),)
+        return torch.stack([self._row(int(batch.positions[row])) for row in rows]), taps
 
     def _row(self, position):
         generator = torch.Generator().manual_seed(position)
@@ -69,12 +71,18 @@ class NoiseModel:
         return row
 
 
-def new_engine(model=None, eos=(EOT,)):
+def new_engine(model=None, eos=(EOT,), think=None):
+    """With `think`, one that guesses ahead."""
     vocabulary = [bytes([i]) for i in range(256)] + [b""] * 6
     layout = CacheLayout(16, 200, 0, 8)
     limits = EngineLimits(VOCAB, 400, 16, 256, frozenset(eos))
     executor = InProcessExecutor(model or NoiseModel(), layout, 16)
-    return Engine(executor, layout, limits, GrammarCompiler(vocabulary, VOCAB))
+    speculation = None
+    if think is not None:
+        settings = SpeculationSettings(num_tokens=5, costs=None, fixed_width=True)
+        speculation = Speculation(FakeDraft(layout, think), settings)
+    grammars = GrammarCompiler(vocabulary, VOCAB)
+    return Engine(executor, layout, limits, grammars, speculation=speculation)
 
 
 def generate(engine, requests):
@@ -121,6 +129,80 @@ def test_output_follows_the_grammar(wanted, fits, temperature):
     for result in generate(engine, [([1], params, wanted)]):
         assert result.finish_reason is FinishReason.STOP
         assert fits(text_of(result))
+
+
+def remembering(prompt, outputs, *, wrong_every):
+    """Guesses what it has seen come before, but for some places; elsewhere tokens that no grammar
+    here allows."""
+    known = {}
+    for output in outputs:
+        tokens = [*prompt, *output.token_ids]
+        for place in range(len(prompt), len(tokens)):
+            is_wrong = place % wrong_every == 0
+            known[tuple(tokens[:place])] = VOCAB - 1 if is_wrong else tokens[place]
+
+    def think(tokens):
+        logits = torch.zeros(VOCAB)
+        logits[known.get(tuple(tokens), 0)] = 50
+        return logits
+
+    return think
+
+
+GUESSED = [
+    *(wanted for wanted, _ in KINDS),
+    *(dataclasses.replace(wanted, scope=SCOPE) for wanted, _ in KINDS),
+]
+
+
+@pytest.mark.parametrize("wanted", GUESSED, ids=lambda wanted: f"{wanted.kind}{wanted.scope and 1}")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guessing_ahead_changes_no_constrained_output(wanted, temperature):
+    """Guesses run through headers and answers, past ends, and into what is forbidden."""
+    prompt = [1]
+    script = [1, EOM, START, *b"assistant", MESSAGE] if wanted.scope else []
+
+    def model():
+        return NoiseModel(script, favoured={ord('"'): 3, ord("x"): 2, EOT: 2, ord("}"): 2})
+
+    params = dataclasses.replace(RANDOM, temperature=temperature, n=3, min_tokens=2, logprobs=1)
+    expected = generate(new_engine(model()), [(prompt, params, wanted)])
+    assert max(len(result.token_ids) for result in expected) > 3
+    for wrong_every in (3, 1000):
+        think = remembering(prompt, expected, wrong_every=wrong_every)
+        engine = new_engine(model(), think=think)
+        assert generate(engine, [(prompt, params, wanted)]) == expected
+        assert sum(engine.stats().speculation.accepted) > 3
+
+
+def test_looking_ahead_finds_what_will_be_allowed_and_leaves_no_trace():
+    compiler = GrammarCompiler([bytes([i]) for i in range(256)], VOCAB)
+    for scope in (None, SCOPE):
+        grammar = compiler.compile(StructuredOutput.regex(r"ab[cd]{2,5}e?", scope))
+        prompt = [7] if scope is None else [START, *b"assist"]
+        tokens = [*(b"" if scope is None else b"ant"), *([] if scope is None else [MESSAGE])]
+        tokens += [*b"abcdde", EOT]
+        stepping, looking = (grammar.constrain(prompt, frozenset([EOT])) for _ in range(2))
+        size = len(tokens)
+        for done in range(size):
+            ahead = tokens[done : done + 4]
+            found = torch.zeros((size + 5, -(-VOCAB // 32)), dtype=torch.int32)
+            rows = looking.fill_allowed(found, 2, ahead)
+            for place, token_id in enumerate(ahead):
+                expected = torch.zeros_like(found)
+                follower = grammar.constrain(prompt, frozenset([EOT]))
+                for past in tokens[: done + place]:
+                    follower.accept(past)
+                is_active = bool(follower.fill_allowed(expected, 0))
+                assert (2 + place in rows) == is_active
+                assert torch.equal(found[2 + place], expected[0])
+                assert not is_active or bool(expected[0, token_id // 32] >> token_id % 32 & 1)
+            if rows[:1] == [2]:  # nothing is said of what is behind a refused guess
+                assert looking.fill_allowed(found, 0, [ord("z"), ord("z")]) == [0]
+            looking.accept(tokens[done])
+            stepping.accept(tokens[done])
+        assert looking.is_finished
+        assert stepping.is_finished
 
 
 def test_any_object_but_nothing_else_is_a_json_object():

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from musespark.errors import ConfigError
 
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3")
+DRAFT_SAMPLING = ("probabilistic", "greedy")
+DRAFT_VERIFICATION = ("block", "token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,19 @@ class EngineConfig:
     moe_backend: str = "auto"
     """What computes the experts: auto (the fastest for the checkpoint), reference (plain and slow),
     or w4a4 (NVFP4 experts see NVFP4 activations, emulated)."""
+    draft: str = "none"
+    """DSpark draft that guesses tokens ahead, which the model then verifies in one step: a folder,
+    a packaged draft's name, a Hugging Face repository id, auto (the one that comes with the model,
+    if any), or none. It changes no answer, only the speed."""
+    num_speculative_tokens: int | None = None
+    """Tokens to guess and verify in every step; None: as many as pay by measured times, up to the
+    draft's block size, and none where the batch is large."""
+    draft_sampling: str = "probabilistic"
+    """How tokens are guessed for requests with a temperature: probabilistic (drawn at random, as
+    their own tokens are) or greedy (the most likely ones)."""
+    draft_verification: str = "block"
+    """How guesses drawn at random are verified for requests without a seed: block (all together,
+    keeps more) or token (one by one)."""
     num_threads: int | None = None
     """Threads that compute on a CPU; None: one per core. On a machine that does other work too, one
     fewer than its cores can be several times faster, since threads wait for one another."""
@@ -51,6 +66,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
+            "num_speculative_tokens",
             "num_threads",
             "max_queue_len",
         ):
@@ -68,16 +84,33 @@ class EngineConfig:
                 f"exceed max_num_seqs ({self.max_num_seqs}) by a block of {self.block_size} at "
                 "least. Raise the first or lower the second."
             )
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype: must be one of {', '.join(KV_CACHE_DTYPES)}, "
-                f"found {self.kv_cache_dtype!r}."
-            )
+        for name, choices in (
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("draft_sampling", DRAFT_SAMPLING),
+            ("draft_verification", DRAFT_VERIFICATION),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name}: must be one of {', '.join(choices)}, found {value!r}.")
+        self._check_draft()
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs ({self.max_num_seqs}) exceeds max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}): every running request needs a token per step. "
                 "Lower the first or raise the second."
+            )
+
+    def _check_draft(self) -> None:
+        if not self.draft:
+            raise ConfigError("draft: must be a model, auto, or none, found nothing.")
+        if self.draft == "none" and self.num_speculative_tokens is not None:
+            raise ConfigError(
+                "num_speculative_tokens: there is nothing to guess tokens with. Set draft as well."
+            )
+        if self.draft != "none" and self.batch_invariant:
+            raise ConfigError(
+                "draft: cannot be combined with batch_invariant: a token verified beside guesses "
+                "is computed in other shapes, so in other bits, than one on its own. Leave one of "
+                "them out."
             )
 
     @property

@@ -1,6 +1,7 @@
 """How many blocks of KV cache to make, and whether the model's length fits into memory at all."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -27,8 +28,24 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
+class DraftRoom(NamedTuple):
+    """What a draft needs beside its target."""
+
+    full_bytes: int
+    """Of a block of the full layers' pool, for the draft's own layers."""
+    sliding_bytes: int
+    """Of a block of the sliding layers' pool."""
+    num_tokens: int
+    """That each sequence guesses ahead."""
+
+
 def plan_kv_cache(
-    model: DecoderConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int
+    model: DecoderConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    *,
+    draft: DraftRoom | None = None,
 ) -> CachePlan:
     """Size both pools for `max_num_seqs` requests of full length, or as many as memory holds.
 
@@ -37,13 +54,14 @@ def plan_kv_cache(
         engine: the limits asked for.
         dtype: the model's compute dtype.
         free_bytes: memory left after loading the weights.
+        draft: what guesses tokens ahead, on the same blocks; None: nothing.
 
     Raises:
         CapacityError: not even one request of `max_model_len` fits; names the length that does.
     """
     budget = int(free_bytes * engine.gpu_memory_utilization)
     stored = kv_cache_dtype(engine.kv_cache_dtype, dtype)
-    sizes = _BlockSizes(model, engine, stored)
+    sizes = _BlockSizes(model, engine, stored, draft or DraftRoom(0, 0, 0))
     longest = sizes.longest_fitting(budget, model.max_position_embeddings)
     max_model_len = engine.max_model_len or longest
     if max_model_len > model.max_position_embeddings:
@@ -61,7 +79,7 @@ def plan_kv_cache(
     full, sliding = sizes.blocks_of(max_model_len)
     # Only one request at a time reads a whole chunk; the others hold a window.
     others = engine.max_num_seqs - 1
-    window_blocks = min(sliding, -(-sizes.window // sizes.block) + 1)
+    window_blocks = min(sliding, -(-(sizes.window + sizes.ahead) // sizes.block) + 1)
     # And a block to spare for each, without which the scheduler admits no newcomer.
     more_full, more_sliding = (full + 1) * others, (window_blocks + 1) * others
     # One request always fits; the others take an equal share of both pools in what is left.
@@ -80,11 +98,16 @@ def plan_kv_cache(
 class _BlockSizes:
     """Blocks and bytes that a request of a given length takes."""
 
-    def __init__(self, model: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: DecoderConfig, engine: EngineConfig, dtype: torch.dtype, draft: DraftRoom
+    ) -> None:
         self.block, self.window = engine.block_size, model.sliding_window
+        self.ahead = draft.num_tokens
         self.chunk = engine.max_num_batched_tokens
-        self.full_bytes = bytes_per_block(model, "full_attention", self.block, dtype)
-        self.sliding_bytes = bytes_per_block(model, "sliding_attention", self.block, dtype)
+        full = bytes_per_block(model, "full_attention", self.block, dtype)
+        sliding = bytes_per_block(model, "sliding_attention", self.block, dtype)
+        self.full_bytes = full + draft.full_bytes
+        self.sliding_bytes = sliding + draft.sliding_bytes
 
     def blocks_of(self, length: int) -> tuple[int, int]:
         """(full, sliding) blocks that one request of `length` tokens holds at most."""

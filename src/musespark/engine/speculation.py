@@ -178,7 +178,7 @@ class Speculation:
         places, anchors, lengths = torch.tensor(numbers, dtype=torch.int64).to(device)
         guess = self._proposer.propose(
             anchors,
-            DraftContext(lengths, _context(batch.full, places), _context(batch.sliding, places)),
+            draft_context(batch, places, lengths),
             count,
             sampler.draw_settings(requests, count) if at_random else None,
         )
@@ -202,6 +202,11 @@ class Speculation:
 def _may_guess(request: Request) -> bool:
     """Whether a request goes on, for two tokens at least."""
     return request.status is RequestStatus.RUNNING and request.num_wanted_tokens > 1
+
+
+def draft_context(batch: ForwardBatch, places: Tensor, lengths: Tensor) -> DraftContext:
+    """Where the first `lengths` [B] tokens of some of a step's sequences, at `places` [B], lie."""
+    return DraftContext(lengths, _context(batch.full, places), _context(batch.sliding, places))
 
 
 def _context(metadata: AttentionMetadata | None, places: Tensor) -> PagedContext | None:

@@ -9,6 +9,7 @@ from musespark.chat.tokenizer import Tokenizer
 from musespark.checkpoint.load import Progress
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
+from musespark.config.model import DecoderConfig
 from musespark.config.parallel import MoEBackend, Parallelism
 from musespark.engine.capacity import free_memory, plan_kv_cache
 from musespark.engine.client import EngineInfo
@@ -17,6 +18,13 @@ from musespark.engine.executor import InProcessExecutor
 from musespark.engine.grammar import GrammarCompiler, has_grammar_library
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner, OneByOneRunner
+from musespark.llm.drafting import (
+    choose_draft,
+    draft_room,
+    load_chosen_draft,
+    make_speculation,
+    with_chosen_draft,
+)
 from musespark.llm.loading import load_decoder
 from musespark.moe.load import ExpertLoad
 
@@ -46,6 +54,8 @@ def build_engine(
         CapacityError: the model's length does not fit into memory.
     """
     folder = resolve_checkpoint(str(model), revision)
+    config = with_chosen_draft(config, model)
+    chosen = choose_draft(config, DecoderConfig.from_folder(folder))
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)  # PyTorch has one setting for the process
     if device is None:
@@ -58,7 +68,14 @@ def build_engine(
         progress=progress,
     )
     decoder.pack()
-    plan = plan_kv_cache(decoder.config, config, decoder.dtype, free_memory(decoder.device))
+    draft = None if chosen is None else load_chosen_draft(chosen, decoder, folder)
+    plan = plan_kv_cache(
+        decoder.config,
+        config,
+        decoder.dtype,
+        free_memory(decoder.device),
+        draft=None if chosen is None else draft_room(chosen, config, decoder),
+    )
     layout = CacheLayout(
         block_size=plan.spec.block_size,
         num_full_blocks=plan.spec.num_full_blocks,
@@ -91,9 +108,14 @@ def build_engine(
     )
     # Before anything is recorded as a graph, which repeats what was there then.
     expert_load = ExpertLoad(decoder.layers) if config.expert_load_metrics else None
-    runner = (OneByOneRunner if config.batch_invariant else ModelRunner)(decoder, plan.spec)
+    tap_layers = () if chosen is None else chosen.config.target_layer_ids
+    kind = OneByOneRunner if config.batch_invariant else ModelRunner
+    runner = kind(decoder, plan.spec, tap_layers=tap_layers)
     executor = InProcessExecutor(runner, layout, config.max_num_seqs, with_masks=runner.reads_masks)
-    return Engine(executor, layout, limits, grammars, expert_load), info
+    speculation = None
+    if chosen is not None and draft is not None:
+        speculation = make_speculation(chosen, draft, decoder, plan.spec, layout, config, executor)
+    return Engine(executor, layout, limits, grammars, expert_load, speculation), info
 
 
 def _grammar_compiler(folder: Path, vocab_size: int) -> GrammarCompiler | None:

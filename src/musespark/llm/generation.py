@@ -103,6 +103,8 @@ class Generation(Iterator[CompletionDelta]):
     def take(self, token: NewToken) -> None:
         """Take one of this call's tokens from a step of the engine."""
         key = token.request_id, token.output_index
+        if key not in self._running:
+            return  # the same step's token before completed a stop text
         output = self._outputs[key]
         self._deltas.append(output.push(token))
         if output.finish_reason is not None:

@@ -25,6 +25,7 @@ from musespark.engine.request import FinishReason
 from musespark.errors import RequestError
 from musespark.llm.answer_scope import answer_scope
 from musespark.llm.building import build_engine
+from musespark.llm.drafting import with_chosen_draft
 from musespark.llm.generation import Generation, Output
 from musespark.llm.output_decoder import OutputDecoder
 from musespark.llm.outputs import ChatCompletion, Completion
@@ -65,7 +66,7 @@ class LLM:
             CheckpointError: files are missing, damaged, or do not fit the config.
             CapacityError: the model's length does not fit into memory.
         """
-        engine_config = EngineConfig(**engine_settings)
+        engine_config = with_chosen_draft(EngineConfig(**engine_settings), model)
         self.folder = resolve_checkpoint(str(model), revision)
         self.config = DecoderConfig.from_folder(self.folder)
         self._engine, self.info = build_engine(

@@ -73,6 +73,13 @@ def load_decoder(
     return decoder
 
 
+def load_embedding(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The whole embedding table [V, D] of a model, for a rank that does not hold it."""
+    with CheckpointReader.open(folder) as reader:
+        table = reader.read(f"{find_prefix(reader)}embed_tokens.weight")
+        return table.to(device, dtype, copy=True)
+
+
 def load_draft(
     draft: str | Path,
     target: DecoderConfig,

@@ -1,0 +1,204 @@
+"""From the settings of a draft to what guesses ahead in an engine."""
+
+import dataclasses
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from musespark.checkpoint.load import Progress
+from musespark.checkpoint.source import packaged_draft, resolve_checkpoint
+from musespark.config.draft import DraftConfig
+from musespark.config.engine import EngineConfig
+from musespark.config.environment import cache_folder
+from musespark.config.model import DecoderConfig
+from musespark.engine.capacity import DraftRoom
+from musespark.engine.executor import Executor, StepOutput
+from musespark.engine.kv_blocks import CacheLayout
+from musespark.engine.speculation import Speculation, SpeculationSettings, draft_context
+from musespark.engine.trial_steps import TrialSteps
+from musespark.errors import ConfigError
+from musespark.llm.loading import load_draft, load_embedding
+from musespark.model.decoder import Decoder
+from musespark.model.draft import DraftDecoder
+from musespark.model.draft_cache import draft_bytes_per_block
+from musespark.model.kv_cache import KVCacheSpec, kv_cache_dtype
+from musespark.speculative.budget import StepCosts
+from musespark.speculative.costs import cached_costs, measure_costs
+from musespark.speculative.proposer import DraftProposer
+from musespark.speculative.verify import Verification
+
+# Context of the sequences whose steps are timed.
+_TIMED_CONTEXT = 64
+
+
+def with_chosen_draft(config: EngineConfig, model: str | Path) -> EngineConfig:
+    """The same settings, with the draft that "auto" stands for; it depends on the model's name."""
+    if config.draft != "auto":
+        return config
+    draft = packaged_draft(str(model))
+    if draft is not None:
+        return dataclasses.replace(config, draft=draft)
+    return dataclasses.replace(config, draft="none", num_speculative_tokens=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDraft:
+    """A draft that was found to fit its target, before any weights are read."""
+
+    folder: Path
+    config: DraftConfig
+    num_tokens: int
+    """Tokens to guess at a time."""
+
+
+def choose_draft(config: EngineConfig, target: DecoderConfig) -> ChosenDraft | None:
+    """The draft that the settings ask for; None: none.
+
+    Raises:
+        ConfigError: it was made for another target, or is asked for too many tokens.
+        CheckpointError: there is no such draft.
+    """
+    if config.draft == "none":
+        return None
+    folder = resolve_checkpoint(config.draft)
+    draft = DraftConfig.from_folder(folder)
+    draft.check_target(target)
+    num_tokens = config.num_speculative_tokens or draft.max_tokens
+    draft.check_num_tokens(num_tokens)
+    return ChosenDraft(folder, draft, num_tokens)
+
+
+def draft_room(chosen: ChosenDraft, config: EngineConfig, decoder: Decoder) -> DraftRoom:
+    """What the draft needs of the cache."""
+    stored = kv_cache_dtype(config.kv_cache_dtype, decoder.dtype)
+    full, sliding = (
+        draft_bytes_per_block(chosen.config, decoder.config, kind, config.block_size, stored)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return DraftRoom(full, sliding, chosen.num_tokens)
+
+
+def load_chosen_draft(
+    chosen: ChosenDraft, decoder: Decoder, folder: Path, *, progress: Progress | None = None
+) -> DraftDecoder:
+    """Load the draft beside its target, on the rank that samples.
+
+    Args:
+        chosen: which one.
+        decoder: this rank's part of the target.
+        folder: the target's checkpoint.
+        progress: told the bytes loaded so far and in all.
+    """
+    own = decoder.embed_tokens
+    if own is not None and own.weight.shape[0] == decoder.config.vocab_size:
+        embedding: Tensor = own.weight
+    else:  # the table is cut, or on another stage
+        embedding = load_embedding(folder, dtype=decoder.dtype, device=decoder.device)
+    draft = load_draft(
+        chosen.folder, decoder.config, embedding, dtype=decoder.dtype, progress=progress
+    )
+    draft.pack()
+    return draft
+
+
+def make_speculation(
+    chosen: ChosenDraft,
+    draft: DraftDecoder,
+    decoder: Decoder,
+    spec: KVCacheSpec,
+    layout: CacheLayout,
+    config: EngineConfig,
+    executor: Executor,
+) -> Speculation:
+    """What guesses ahead in an engine around `executor`, which has run nothing yet.
+
+    Raises:
+        ConfigError: times cannot be measured, and no number of tokens is fixed.
+    """
+    proposer = DraftProposer(draft, decoder.config, spec)
+    costs: StepCosts | None = None
+    if not executor.in_lockstep:  # where a step needs other engines, which may not measure now
+        key = _cost_key(chosen, decoder, spec, config)
+        trial = _Trial(proposer, executor, layout, chosen.num_tokens)
+        costs = cached_costs(cache_folder() / "speculation", key, lambda: trial.measure(config))
+    elif config.num_speculative_tokens is None:
+        raise ConfigError(
+            "num_speculative_tokens: must be given where replicas share experts: one replica alone "
+            "cannot measure how many tokens pay."
+        )
+    return Speculation(
+        proposer,
+        SpeculationSettings(
+            num_tokens=chosen.num_tokens,
+            costs=costs,
+            fixed_width=config.num_speculative_tokens is not None,
+            draws_at_random=config.draft_sampling == "probabilistic",
+            verification=cast("Verification", config.draft_verification),
+        ),
+    )
+
+
+def _cost_key(
+    chosen: ChosenDraft, decoder: Decoder, spec: KVCacheSpec, config: EngineConfig
+) -> dict[str, Any]:
+    """All that the times of steps depend on."""
+    on_gpu = decoder.device.type == "cuda"
+    device = torch.cuda.get_device_name(decoder.device) if on_gpu else f"cpu of {platform.node()}"
+    return {
+        "model": repr(decoder.config),
+        "draft": repr(chosen.config),
+        "num_tokens": chosen.num_tokens,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(decoder.dtype),
+        "cache": [spec.block_size, str(spec.dtype)],
+        "layout": repr(decoder.layout),
+        "experts": config.moe_backend,
+        "sizes": [config.max_num_seqs, config.max_num_batched_tokens],
+    }
+
+
+class _Trial:
+    """Runs the three parts of speculative decoding on what means nothing."""
+
+    def __init__(
+        self, proposer: DraftProposer, executor: Executor, layout: CacheLayout, num_tokens: int
+    ) -> None:
+        self._proposer, self._num_tokens = proposer, num_tokens
+        self._steps = TrialSteps(executor, layout, 1 + num_tokens)
+        self._last: StepOutput | None = None
+
+    def measure(self, config: EngineConfig) -> StepCosts:
+        """Time 1, 2, 4, ... sequences, as many as the settings allow."""
+        rows = 1 + self._num_tokens
+        most = min(config.max_num_seqs, config.max_num_batched_tokens // rows)
+        return measure_costs(
+            plain=lambda size: self._step(size, 1),
+            verify=lambda size: self._step(size, rows),
+            draft=self._guess,
+            sizes=[1 << power for power in range(max(1, most).bit_length())],
+            rows=rows,
+        )
+
+    def _step(self, num_sequences: int, rows: int) -> None:
+        output = self._last = self._steps.run(num_sequences, rows)
+        output.logits.argmax(dim=-1).tolist()
+        batch = output.batch
+        slots = [None if m is None else m.slot_mapping for m in (batch.full, batch.sliding)]
+        self._proposer.inject(output.taps, batch.positions, *slots)
+
+    def _guess(self, num_sequences: int) -> None:
+        if self._last is None or len(self._last.batch.seq_lens) != num_sequences:
+            self._step(num_sequences, 1)
+        assert self._last is not None  # noqa: S101
+        batch = self._last.batch
+        places = torch.arange(num_sequences, device=batch.token_ids.device)
+        lengths = torch.full_like(places, self._steps.num_computed)
+        context = draft_context(batch, places, lengths)
+        guess = self._proposer.propose(lengths * 0, context, self._num_tokens, None)
+        guess.token_ids.tolist()

@@ -9,9 +9,11 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from musespark.checkpoint.source import resolve_checkpoint
 from musespark.cli.main import app
+from musespark.config.model import DecoderConfig
 from musespark.errors import MuseSparkError
-from musespark.testing import make_checkpoint
+from musespark.testing import make_checkpoint, make_draft
 
 COMMAND = [sys.executable, "-m", "musespark"]
 
@@ -40,6 +42,22 @@ def test_json_holds_one_object_with_everything():
     assert isinstance(output["text"], str)
     assert output["timings"]["total"] > 0
     assert "logprobs" not in output
+
+
+def test_json_tells_what_a_draft_has_brought(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target = DecoderConfig.from_folder(resolve_checkpoint("spark-mini"))
+    draft = make_draft(tmp_path / "draft", target, target_layer_ids=[2], block_size=3)
+    arguments = ["--prompt", "1, 2, 3,", "--max-tokens", 9, "--ignore-eos", "--dtype", "float32"]
+    plain = run_json(*arguments)
+    guessing = run_json(*arguments, "--draft", draft, "--num-speculative-tokens", 3)
+    assert guessing["token_ids"] == plain["token_ids"]
+    assert "speculation" not in plain
+    brought = guessing["speculation"]
+    assert brought["cycles"] > 0
+    assert 1 <= brought["tokens_per_cycle"] <= 4
+    assert len(brought["acceptance"]) == 3
+    assert brought["draft_seconds"] > 0
 
 
 def test_the_packaged_model_is_the_default_and_greedy_is_repeatable():

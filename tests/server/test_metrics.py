@@ -1,8 +1,11 @@
 """GET /metrics."""
 
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.live import answer, fresh, wire
 
+from musespark.engine.client import EngineState, EngineStats, SpeculationStats
 from musespark.server.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
@@ -48,6 +51,45 @@ def test_everything_is_counted() -> None:
     ):
         assert (f"musespark_{name}",) in found
     assert ("musespark_outputs_finished_total", "abort") in found
+
+
+class Guessing:
+    """As much of an engine as metrics read."""
+
+    state = EngineState.READY
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            speculation=SpeculationStats(
+                cycles=10,
+                cycle_tokens=31,
+                verified=[10, 9],
+                accepted=[8, 6],
+                draft_seconds=0.5,
+                saved_seconds=-0.25,
+            )
+        )
+
+
+def test_what_a_draft_brings_is_told() -> None:
+    engine: Any = Guessing()
+    found = {
+        (sample.name.removeprefix("musespark_speculation_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(Metrics(lambda: engine).render().decode())
+        for sample in family.samples
+        if "speculation" in sample.name
+    }
+    assert found == {
+        ("cycles_total",): 10,
+        ("cycle_tokens_total",): 31,
+        ("verified_tokens_total", "1"): 10,
+        ("verified_tokens_total", "2"): 9,
+        ("accepted_tokens_total", "1"): 8,
+        ("accepted_tokens_total", "2"): 6,
+        ("draft_seconds_total",): 0.5,
+        ("saved_seconds",): -0.25,
+    }
+    assert b"speculation" not in Metrics(lambda: None).render()
 
 
 def test_two_servers_share_nothing() -> None:

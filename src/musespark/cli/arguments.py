@@ -12,3 +12,11 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if 
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
 ]
+Draft = Annotated[
+    str,
+    typer.Option(help="DSpark draft that guesses tokens ahead: a model, auto, or none."),
+]
+NumSpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens to guess in every step; default: as many as pay."),
+]

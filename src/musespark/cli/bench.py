@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from musespark.cli.arguments import Device, Dtype, Model, Revision
+from musespark.cli.arguments import (
+    Device,
+    Draft,
+    Dtype,
+    Model,
+    NumSpeculativeTokens,
+    Revision,
+)
 
 if TYPE_CHECKING:
     from musespark.llm.llm import LLM
@@ -32,11 +39,12 @@ class BenchResult:
     prefill_tokens_per_second: float
     """Median over rounds: prompt tokens over the time until every prompt has its first token."""
     decode_tokens_per_second: float | None
-    """The batch over the median step; None for a single output token."""
+    """The batch over the median step, or with a draft all tokens after the first ones over the time
+    they took; None for a single output token."""
     first_token: dict[str, float]
     """Percentile -> time until a prompt's first token."""
     step: dict[str, float]
-    """Percentile -> time between two tokens of the batch."""
+    """Percentile -> time between two steps that bring each prompt a token."""
 
 
 def bench(
@@ -52,6 +60,8 @@ def bench(
     output_len: Annotated[int, typer.Option(help="Tokens generated for each.")] = 32,
     rounds: Annotated[int, typer.Option(help="Measured rounds, after one that is not.")] = 3,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
+    draft: Draft = "none",
+    num_speculative_tokens: NumSpeculativeTokens = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="How keys and values are stored: auto, bf16 or fp8_e4m3.")
     ] = "auto",
@@ -63,7 +73,8 @@ def bench(
 ) -> None:
     """Measure prefill and decode on random prompts, greedy, without the prefix cache.
 
-    Threads follow OMP_NUM_THREADS; other programs that use the same cores spoil the figures.
+    Threads follow OMP_NUM_THREADS; other programs that use the same cores spoil the figures. A
+    draft is no better than chance at random prompts: benchmarks/speculative.py measures real ones.
     """
     sizes = _parse_sizes(batch_sizes)
     for name, value in (("input-len", input_len), ("output-len", output_len), ("rounds", rounds)):
@@ -81,6 +92,8 @@ def bench(
         max_num_batched_tokens=max(max_num_batched_tokens, 2 * max(sizes)),
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=False,
+        draft=draft,
+        num_speculative_tokens=num_speculative_tokens,
     )
     results = []
     for size in sizes:
@@ -121,6 +134,7 @@ def _measure(llm: "LLM", size: int, input_len: int, output_len: int, rounds: int
     first_tokens: list[float] = []
     steps: list[float] = []
     prefills: list[float] = []
+    rates: list[float] = []
     for number in range(rounds + 1):
         vocabulary = range(llm.config.vocab_size)
         prompts = [generator.choices(vocabulary, k=input_len) for _ in range(size)]
@@ -129,13 +143,18 @@ def _measure(llm: "LLM", size: int, input_len: int, output_len: int, rounds: int
             first_tokens += times.first_tokens
             steps += times.steps
             prefills.append(size * input_len / max(times.first_tokens))
+            if times.rest_seconds:
+                rates.append(size * (output_len - 1) / times.rest_seconds)
+    rate = size / statistics.median(steps) if steps else None
+    if rates and llm.stats().speculation is not None:
+        rate = statistics.median(rates)
     return BenchResult(
         batch_size=size,
         input_len=input_len,
         output_len=output_len,
         rounds=rounds,
         prefill_tokens_per_second=statistics.median(prefills),
-        decode_tokens_per_second=size / statistics.median(steps) if steps else None,
+        decode_tokens_per_second=rate,
         first_token=percentiles(first_tokens),
         step=percentiles(steps),
     )
@@ -157,6 +176,7 @@ def _report(llm: "LLM", model: str, results: list[BenchResult]) -> dict[str, Any
     on_gpu = llm.info.device.startswith("cuda")
     # Linux counts kilobytes, macOS bytes.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    speculation = llm.stats().speculation
     peak *= 1 if sys.platform == "darwin" else 1024
     return {
         "model": model,
@@ -165,6 +185,7 @@ def _report(llm: "LLM", model: str, results: list[BenchResult]) -> dict[str, Any
         "kv_cache_dtype": llm.info.kv_cache_dtype,
         "threads": torch.get_num_threads(),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak,
+        "speculation": None if speculation is None else speculation.summary(),
         "software": f"musespark {version('musespark')}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "results": [asdict(result) for result in results],

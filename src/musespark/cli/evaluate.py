@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from musespark.cli.arguments import Device, Dtype, Model
+from musespark.cli.arguments import Device, Draft, Dtype, Model, NumSpeculativeTokens
 
 if TYPE_CHECKING:
     from musespark.evals.reference import LogitReport
@@ -33,6 +33,8 @@ def evaluate(
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
+    draft: Draft = "none",
+    num_speculative_tokens: NumSpeculativeTokens = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     show_misses: Annotated[bool, typer.Option(help="List the questions answered wrongly.")] = False,
 ) -> None:
@@ -41,7 +43,13 @@ def evaluate(
     from musespark.evals.run import TASKS
     from musespark.evals.run import evaluate as ask
 
-    llm = load_with_progress(model, device=device, dtype=dtype)
+    llm = load_with_progress(
+        model,
+        device=device,
+        dtype=dtype,
+        draft=draft,
+        num_speculative_tokens=num_speculative_tokens,
+    )
     names = TASKS if tasks is None else tuple(name.strip() for name in tasks.split(","))
     with _progress(len(names), quiet=as_json) as progress:
         report = ask(
@@ -55,6 +63,8 @@ def evaluate(
     damage = None if reference is None else _compare(model, reference, llm, device, dtype, seed)
     if as_json:
         fields: dict[str, Any] = report.to_json(model)
+        if (speculation := llm.stats().speculation) is not None:
+            fields["speculation"] = speculation.summary()
         if damage is not None:
             fields["reference"] = {"model": reference, **dataclasses.asdict(damage)}
         print(json.dumps(fields))

@@ -49,7 +49,10 @@ def generate(
         interrupted = _run(generation, show=not as_json, has_text=llm.tokenizer is not None)
         completion = generation.results()[0]
     if as_json:
-        print(json.dumps(completion.to_dict()))
+        report = completion.to_dict()
+        if (speculation := llm.stats().speculation) is not None:
+            report["speculation"] = speculation.summary()
+        print(json.dumps(report))
     if interrupted:
         raise typer.Exit(130)
 

@@ -15,7 +15,7 @@ parsing belong to the caller.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from musespark.config.sampling import SamplingParams
 from musespark.config.structured_output import StructuredOutput
@@ -103,6 +103,17 @@ class SpeculationStats:
     saved_seconds: float = 0.0
     """Estimate: what the tokens of steps with guesses would have taken one by one, less what those
     steps took."""
+
+    def summary(self) -> dict[str, Any]:
+        """For people: tokens per cycle and acceptance by position; None where nothing is known."""
+        pairs = zip(self.accepted, self.verified, strict=True)
+        return {
+            "cycles": self.cycles,
+            "tokens_per_cycle": self.cycle_tokens / self.cycles if self.cycles else None,
+            "acceptance": [stayed / tried if tried else None for stayed, tried in pairs],
+            "draft_seconds": self.draft_seconds,
+            "saved_seconds": self.saved_seconds,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

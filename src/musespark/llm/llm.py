@@ -21,6 +21,7 @@ from musespark.config.engine import EngineConfig
 from musespark.config.model import DecoderConfig
 from musespark.config.sampling import SamplingParams
 from musespark.config.structured_output import StructuredOutput
+from musespark.engine.client import EngineStats
 from musespark.engine.request import FinishReason
 from musespark.errors import RequestError
 from musespark.llm.answer_scope import answer_scope
@@ -196,6 +197,10 @@ class LLM:
         is_truncated = completion.finish_reason != FinishReason.STOP
         events = [*parser.feed(pieces), *parser.finish(is_truncated=is_truncated)]
         return ChatCompletion(collect(events), completion)
+
+    def stats(self) -> EngineStats:
+        """What the engine has done so far."""
+        return self._engine.stats()
 
     def _step(self) -> None:
         """Run the engine once and hand every token to the call it belongs to."""

@@ -17,7 +17,9 @@ class GenerationTimes:
     first_tokens: tuple[float, ...]
     """From the start until each prompt's first token."""
     steps: tuple[float, ...]
-    """Between two tokens of the batch, while every prompt gets one in each step."""
+    """Between two moments at which every prompt has got a token, or several in one step."""
+    rest_seconds: float
+    """From the last of the first tokens to the end."""
 
 
 def time_generation(
@@ -28,16 +30,22 @@ def time_generation(
     firsts: dict[int, float] = {}
     stamps: list[float] = []
     in_step: set[int] = set()
+    last_step: dict[int, int] = {}
     gc.collect()
-    started = time.perf_counter()
+    started = now = time.perf_counter()
     with llm.stream([list(prompt) for prompt in prompts], params) as generation:
         for delta in generation:
             now = time.perf_counter()
             firsts.setdefault(delta.index, now - started)
+            number = llm.stats().steps
+            if last_step.get(delta.index) == number:
+                continue  # a guess that was right came along with the token before
+            last_step[delta.index] = number
             if delta.index in in_step:
                 in_step.clear()
             in_step.add(delta.index)
             if len(in_step) == len(prompts):
                 stamps.append(now)
     steps = tuple(later - earlier for earlier, later in itertools.pairwise(stamps))
-    return GenerationTimes(tuple(firsts.values()), steps)
+    rest = now - started - max(firsts.values())
+    return GenerationTimes(tuple(firsts.values()), steps, rest)

@@ -13,7 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from musespark.engine.client import EngineClient, EngineOutput, EngineState, EngineStats
+from musespark.engine.client import (
+    EngineClient,
+    EngineOutput,
+    EngineState,
+    EngineStats,
+    SpeculationStats,
+)
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -81,6 +87,32 @@ class _EngineCollector(Collector):
             for expert, count in enumerate(counts):
                 load.add_metric([str(layer), str(expert)], count)
         yield load
+        if stats.speculation is not None:
+            yield from _speculation(stats.speculation)
+
+
+def _speculation(stats: SpeculationStats) -> Iterable[Metric]:
+    """What a draft brings. Tokens per cycle: cycle_tokens over cycles; acceptance at a position:
+    accepted over verified there."""
+    name = "musespark_speculation"
+    yield CounterMetricFamily(f"{name}_cycles", "Guesses verified.", stats.cycles)
+    yield CounterMetricFamily(
+        f"{name}_cycle_tokens", "Tokens that they have added to outputs.", stats.cycle_tokens
+    )
+    for kind, counts in (("verified", stats.verified), ("accepted", stats.accepted)):
+        family = CounterMetricFamily(
+            f"{name}_{kind}_tokens", f"Guessed tokens {kind}, by position.", labels=["position"]
+        )
+        for position, count in enumerate(counts, start=1):
+            family.add_metric([str(position)], count)
+        yield family
+    yield CounterMetricFamily(
+        f"{name}_draft_seconds", "Time spent on guessing.", stats.draft_seconds
+    )
+    # A gauge: a draft that knows nothing costs time.
+    yield GaugeMetricFamily(
+        f"{name}_saved_seconds", "Time saved, by estimate.", stats.saved_seconds
+    )
 
 
 class Metrics:

@@ -12,11 +12,13 @@ from torch import Tensor
 from musespark.ops.attention_prefill import LOG2_E, attend_to_keys, attention_prefill_reference
 from musespark.ops.triton_import import (
     dot_in_float32,
+    launch_early,
     next_power_of_2,
     num_multiprocessors,
     round_to,
     tl,
     triton,
+    wait_for_inputs,
 )
 
 # Keys of one step of the kernel's loop.
@@ -129,6 +131,7 @@ def _decode_kernel(
     IN_FLOAT32: tl.constexpr,
 ):
     """One sequence (axis 0), one key-value head (axis 1), one part of the keys (axis 2)."""
+    wait_for_inputs()
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, split = tl.program_id(1), tl.program_id(2)
     length = tl.load(seq_lens_ptr + sequence)
@@ -189,6 +192,7 @@ def _combine_kernel(
 
     All parts are read at once: one after another, each would wait for memory.
     """
+    wait_for_inputs()
     head = tl.program_id(0).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, HEAD_DIM)
     inside = head < num_heads
@@ -284,6 +288,7 @@ def attention_decode_triton(
         IN_FLOAT32=dot_in_float32(query.dtype),
         num_warps=4,
         num_stages=3,
+        **launch_early(query.device),
     )
     if splits > 1:
         block_h = 1
@@ -297,6 +302,7 @@ def attention_decode_triton(
             SPLITS=splits,
             BLOCK_H=block_h,
             num_warps=4,
+            **launch_early(query.device),
         )
     return out
 

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from musespark.ops.precision import wide_dtype
 from musespark.ops.rms_norm import rms_norm
-from musespark.ops.triton_import import next_power_of_2, num_multiprocessors, round_to, tl, triton
+from musespark.ops.triton_import import (
+    launch_early,
+    next_power_of_2,
+    num_multiprocessors,
+    round_to,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 # Of a multiprocessor's shared memory, for rows on their way.
 _FETCHED_BYTES = 192 * 1024
@@ -121,6 +129,7 @@ def _finalize_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     gain = tl.load(gain_ptr + column, inside, other=0.0)
+    wait_for_inputs()
     for token in tl.range(tl.program_id(0), num_tokens, tl.num_programs(0), num_stages=STAGES):
         route = tl.cast(token, tl.int64) * TOP_K + slot
         index = tl.load(index_ptr + route, slot < TOP_K, other=-1).to(tl.int64)
@@ -170,5 +179,6 @@ def expert_finalize_triton(
         # One tile is computed while others, in shared memory, are on their way.
         STAGES=1 if num_tokens <= programs else 1 + min(2, _FETCHED_BYTES // tile_bytes),
         num_warps=max(1, min(8, block // 256)),
+        **launch_early(rows.device),
     )
     return out

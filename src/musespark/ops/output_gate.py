@@ -8,7 +8,14 @@ from torch import Tensor
 
 from musespark.ops.precision import wide_dtype
 from musespark.ops.rms_norm import rms_norm, rms_norm_reference
-from musespark.ops.triton_import import next_power_of_2, round_to, tl, triton
+from musespark.ops.triton_import import (
+    launch_early,
+    next_power_of_2,
+    round_to,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 # Heads that one program handles.
 _HEADS = 32
@@ -50,6 +57,7 @@ def _output_gate_kernel(
     BLOCK_HEADS: tl.constexpr,
 ):
     """One token (axis 0) and a block of its heads (axis 1) per program."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     place = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -82,5 +90,6 @@ def output_gate_triton(attention_output: Tensor, gate: Tensor, eps: float) -> Te
         HEAD_DIM=head_dim,
         BLOCK_HEADS=_HEADS,
         num_warps=4,
+        **launch_early(out.device),
     )
     return out

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from musespark.ops.kv_write import kv_write, store_cached
 from musespark.ops.rms_norm import rms_norm, rms_norm_reference
-from musespark.ops.triton_import import next_power_of_2, round_to, tl, triton
+from musespark.ops.triton_import import (
+    launch_early,
+    next_power_of_2,
+    round_to,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 # Heads that one program handles.
 _HEADS = 16
@@ -107,6 +114,7 @@ def _qk_norm_rope_write_kernel(
     ROTATE: tl.constexpr,
 ):
     """One token per program (axis 0); axis 1: blocks of query heads, then blocks of key heads."""
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     half = tl.arange(0, HALF)[None, :]
@@ -183,5 +191,6 @@ def qk_norm_rope_write_triton(
         BLOCK_HEADS=_HEADS,
         ROTATE=angles is not None,
         num_warps=4,
+        **launch_early(qkv.device),
     )
     return query

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from musespark.ops.rms_norm import rms_norm, rms_norm_reference, root_mean_square, row_warps
-from musespark.ops.triton_import import next_power_of_2, num_multiprocessors, round_to, tl, triton
+from musespark.ops.triton_import import (
+    launch_early,
+    next_power_of_2,
+    num_multiprocessors,
+    round_to,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 
 def blend_reference(
@@ -119,6 +127,7 @@ def _boundary_kernel(
         post_gain = tl.load(post_gain_ptr + column, inside, other=0.0)
     if HAS_PRE_NORM:
         pre_gain = tl.load(pre_gain_ptr + column, inside, other=0.0)
+    wait_for_inputs()
     for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=STAGES):
         offset = tl.cast(row, tl.int64) * width + column
         branch_offset = tl.cast(row, tl.int64) * branch_stride + column
@@ -181,6 +190,7 @@ def _launch_boundary(
         # More threads wait longer for each other: on an H200 32 warps take 5.4 us for one row of
         # 8192 (8 warps: 4.6) and 68 us for 2048 rows (16 warps: 57).
         num_warps=min(16 if is_pipelined else 8, row_warps(block)),
+        **launch_early(stream.device),
     )
     return new_stream
 

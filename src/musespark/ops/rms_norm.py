@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from musespark.ops.precision import wide_dtype
-from musespark.ops.triton_import import next_power_of_2, round_to, tl, triton
+from musespark.ops.triton_import import (
+    launch_early,
+    next_power_of_2,
+    round_to,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 
 def rms_norm_reference(
@@ -94,9 +101,10 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    x = tl.load(x_ptr + row * x_stride + column, inside, other=0.0).to(tl.float32)
     if HAS_GAIN:
         gain = tl.load(gain_ptr + column, inside, other=0.0)
+    wait_for_inputs()
+    x = tl.load(x_ptr + row * x_stride + column, inside, other=0.0).to(tl.float32)
     if SCALE_INPUT:
         x *= gain
     normed = x * tl.rsqrt(tl.sum(x * x) / width + eps)
@@ -132,6 +140,7 @@ def rms_norm_triton(
         SCALE_INPUT=scale_input and gain is not None,
         BLOCK=block,
         num_warps=row_warps(block),
+        **launch_early(x.device),
     )
     return out
 

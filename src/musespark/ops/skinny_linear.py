@@ -8,13 +8,23 @@ matrix unit's left operand, tokens the narrow right one.
 import torch
 from torch import Tensor
 
-from musespark.ops.triton_import import HAS_TRITON, dot_in_float32, round_to, tl, triton
+from musespark.ops.triton_import import (
+    HAS_TRITON,
+    dot_in_float32,
+    launch_early,
+    round_to,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 MAX_TOKENS = 16
 """With more, the matrix library is as fast."""
-# Weight rows of a program, columns of a step, steps in flight. On an H200 nothing in their
-# neighbourhood (16 to 128 rows, 64 to 512 columns, 3 to 8 steps) was faster over all shapes.
-_ROWS, _DEPTH, _STAGES = 64, 128, 8
+# Weight rows of a program, columns of a step, steps in flight: on an H200, of 16 to 128 rows, 64 to
+# 512 columns and 3 to 8 steps, 64 rows and 128 columns with 6 to 8 steps were the fastest.
+_ROWS, _DEPTH, _STAGES = 64, 128, 6
+# Columns fetched while the inputs are still being computed.
+_AHEAD = 512
 # Smaller weights are a matter of launches, not of memory.
 _MIN_ELEMENTS = 2**23
 
@@ -23,8 +33,9 @@ def takes(weight: Tensor) -> bool:
     """Whether products with `weight` [N, K] are faster this way, for up to MAX_TOKENS tokens."""
     if not HAS_TRITON or weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
         return False
-    is_hopper = torch.cuda.get_device_capability(weight.device) == (9, 0)
-    return is_hopper and weight.numel() >= _MIN_ELEMENTS and weight.shape[1] % _DEPTH == 0
+    width = weight.shape[1]
+    fits = width % _DEPTH == 0 and width > _AHEAD and weight.numel() >= _MIN_ELEMENTS
+    return fits and torch.cuda.get_device_capability(weight.device) == (9, 0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -39,6 +50,7 @@ def _skinny_kernel(
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
@@ -51,20 +63,38 @@ def _skinny_kernel(
     weights = weight_ptr + weight_row[:, None] + column[None, :]
     tokens = x_ptr + token[None, :].to(tl.int64) * x_stride + column[:, None]
     exists = (token < num_tokens)[None, :] & (column >= 0)[:, None]
+    # The last columns' weights are fetched before the inputs are there, and multiplied at the end.
+    REST: tl.constexpr = WIDTH - AHEAD
+    last = REST + tl.arange(0, AHEAD)
+    last_weight = tl.load(
+        weight_ptr + weight_row[:, None] + last[None, :], eviction_policy="evict_first"
+    )
+    wait_for_inputs()
     acc = tl.zeros((ROWS, BLOCK_T), tl.float32)
-    for start in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
+    for start in tl.range(0, REST, DEPTH, num_stages=STAGES):
         weight = tl.load(weights + start, eviction_policy="evict_first")
         x = tl.load(tokens + start, exists, other=0.0)
         if IN_FLOAT32:
             weight, x = weight.to(tl.float32), x.to(tl.float32)
         acc = tl.dot(weight, x, acc)
+    last_x = tl.load(
+        x_ptr + token[None, :].to(tl.int64) * x_stride + last[:, None],
+        (token < num_tokens)[None, :] & (last >= 0)[:, None],
+        other=0.0,
+    )
+    if IN_FLOAT32:
+        last_weight, last_x = last_weight.to(tl.float32), last_x.to(tl.float32)
+    acc = tl.dot(last_weight, last_x, acc)
     place = token[None, :].to(tl.int64) * num_rows + row[:, None]
     inside = (token < num_tokens)[None, :] & (row < num_rows)[:, None]
     tl.store(out_ptr + place, round_to(acc, out_ptr.dtype.element_ty), inside)
 
 
 def skinny_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
-    """`F.linear` of x [T, K] bfloat16, T <= 16, and weight [N, K], K a multiple of 128: [T, N]."""
+    """`F.linear` of x [T, K] bfloat16 and weight [N, K]: [T, N], up to 16 tokens.
+
+    K must be a multiple of 128 above 512.
+    """
     num_tokens, width = x.shape
     num_rows = weight.shape[0]
     out = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
@@ -72,6 +102,7 @@ def skinny_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
         return out
     assert num_tokens <= MAX_TOKENS
     assert width % _DEPTH == 0
+    assert width > _AHEAD
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     _skinny_kernel[(-(-num_rows // _ROWS),)](
@@ -85,8 +116,10 @@ def skinny_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
         BLOCK_T=MAX_TOKENS,
         ROWS=_ROWS,
         DEPTH=_DEPTH,
+        AHEAD=_AHEAD,
         STAGES=_STAGES,
         IN_FLOAT32=dot_in_float32(x.dtype),
         num_warps=4,
+        **launch_early(x.device),
     )
     return out

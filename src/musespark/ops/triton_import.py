@@ -4,6 +4,7 @@ Kernels stand beside their references, and those are needed on machines without 
 kernel file takes `triton` and `tl` from here.
 """
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ __all__ = [
     "HAS_TRITON",
     "IS_INTERPRETED",
     "dot_in_float32",
+    "launch_early",
     "next_power_of_2",
     "num_multiprocessors",
     "round_to",
     "tl",
     "triton",
+    "wait_for_inputs",
 ]
 
 try:
@@ -54,6 +57,30 @@ def round_to(x, dtype: tl.constexpr):
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def wait_for_inputs():
+    """In a kernel that is launched early: until everything launched before it has finished.
+
+    Nothing that another kernel writes may be read, and nothing may be written, before. From here on
+    the next kernel may start, too, and wait here in its turn.
+    """
+    if not _INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def launch_early(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch that lets a kernel start while the one before it still runs.
+
+    Its programs are then in place, and weights on their way, when their inputs are ready (NVIDIA's
+    programmatic dependent launch, from Hopper on). The kernel must call `wait_for_inputs`.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {}
+    return {"launch_pdl": True}
 
 
 def next_power_of_2(value: int) -> int:

@@ -57,3 +57,17 @@ def test_long_products_run_on_the_matrix_units(kernels):
 def test_streams_of_rows_are_fetched_ahead(kernels):
     for name in ("_boundary_kernel", "_finalize_kernel"):
         assert any(kernel["uses_async_copies"] for kernel in of(kernels, name))
+
+
+def test_kernels_that_are_launched_early_wait_for_their_inputs(kernels):
+    early = {kernel["kernel"] for kernel in kernels if kernel["waits_for_inputs"]}
+    assert early == {
+        "_boundary_kernel",
+        "_combine_kernel",
+        "_decode_kernel",
+        "_finalize_kernel",
+        "_output_gate_kernel",
+        "_qk_norm_rope_write_kernel",
+        "_rms_norm_kernel",
+        "_skinny_kernel",
+    }

@@ -29,12 +29,12 @@ def random_experts(num_experts, width, inner):
 def expected_rows(x, ids, gate_up, down, first_expert=0):
     """The formula in float64, with the one rounding in the middle; NaN where no expert is here."""
     rows = torch.full((ids.numel(), x.shape[1]), torch.nan, dtype=F64)
-    for route, expert in enumerate(ids.flatten().tolist()):
-        if expert >= 0 and 0 <= expert - first_expert < len(down):
-            weights = gate_up[expert - first_expert].double()
-            gate, up = (weights @ x[route // ids.shape[1]].double()).chunk(2)
-            hidden = (torch.nn.functional.silu(gate) * up).to(BF16).double()
-            rows[route] = down[expert - first_expert].double() @ hidden
+    for expert in range(len(down)):
+        routes = (ids.flatten() == expert + first_expert).nonzero().squeeze(1)
+        tokens = x[routes // ids.shape[1]].double()
+        gate, up = (tokens @ gate_up[expert].double().T).chunk(2, dim=1)
+        hidden = (torch.nn.functional.silu(gate) * up).to(BF16).double()
+        rows[routes] = hidden @ down[expert].double().T
     return rows
 
 

@@ -188,14 +188,14 @@ def expected_rows(x, ids, weights, first_expert=0):
     """The formula in float64, with the one rounding in the middle; NaN where no expert is here."""
     gate_up, gate_up_scales, gate_up_global, down, down_scales, down_global = weights
     rows = torch.full((ids.numel(), x.shape[1]), torch.nan, dtype=F64)
-    for route, expert in enumerate((ids.flatten() - first_expert).tolist()):
-        if 0 <= expert < len(down) and ids.flatten()[route] >= 0:
-            w = dequantize(gate_up[expert], gate_up_scales[expert], F64)
-            gate, up = (w @ x[route // ids.shape[1]].double()).chunk(2)
-            gate, up = gate * gate_up_global[expert, 0], up * gate_up_global[expert, 1]
-            hidden = (torch.nn.functional.silu(gate) * up).to(BF16).double()
-            w = dequantize(down[expert], down_scales[expert], F64)
-            rows[route] = w @ hidden * down_global[expert]
+    for expert in range(len(down)):
+        routes = (ids.flatten() == expert + first_expert).nonzero().squeeze(1)
+        w = dequantize(gate_up[expert], gate_up_scales[expert], F64)
+        gate, up = (x[routes // ids.shape[1]].double() @ w.T).chunk(2, dim=1)
+        gate, up = gate * gate_up_global[expert, 0], up * gate_up_global[expert, 1]
+        hidden = (torch.nn.functional.silu(gate) * up).to(BF16).double()
+        w = dequantize(down[expert], down_scales[expert], F64)
+        rows[routes] = hidden @ w.T * down_global[expert]
     return rows
 
 

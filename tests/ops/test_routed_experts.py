@@ -26,13 +26,12 @@ def expected_rows(x, ids, weights, factors, first_expert):
     """The formula in float64, with the one rounding in the middle; NaN where no expert is here."""
     gate_up, down = weights
     rows = torch.full((ids.numel(), x.shape[1]), torch.nan, dtype=F64)
-    for route, expert in enumerate(ids.flatten().tolist()):
-        local = expert - first_expert
-        if expert >= 0 and 0 <= local < len(down):
-            gate, up = (gate_up[local] @ x[route // ids.shape[1]].to(F64)).chunk(2)
-            gate, up = gate * factors[0][local, 0], up * factors[0][local, 1]
-            hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype).to(F64)
-            rows[route] = down[local] @ hidden * factors[1][local]
+    for expert in range(len(down)):
+        routes = (ids.flatten() == expert + first_expert).nonzero().squeeze(1)
+        gate, up = (x[routes // ids.shape[1]].to(F64) @ gate_up[expert].T).chunk(2, dim=1)
+        gate, up = gate * factors[0][expert, 0], up * factors[0][expert, 1]
+        hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype).to(F64)
+        rows[routes] = hidden @ down[expert].T * factors[1][expert]
     return rows
 
 

@@ -3,7 +3,9 @@
     python benchmarks/h200.py --output results.json            # all
     python benchmarks/h200.py --only boundary finalize         # some operations
     python benchmarks/h200.py --layers nvfp4                   # which layers; none: no layer
+    python benchmarks/h200.py --tokens 1 16                    # at some sizes
     python benchmarks/h200.py --slice 8                        # and decode with so many layers
+    python benchmarks/h200.py --warm-up 0/4                    # compile a quarter of the kernels
 
 Each time is the median over replays of a CUDA graph that calls the operation several times, on
 inputs that change from call to call where they would otherwise stay in the cache. `floor` is the
@@ -131,11 +133,11 @@ def median_us(calls: list[Callable[[], Any]], repeats: int = 9) -> float:
     return statistics.median(times)
 
 
-def time_case(case: Case, budget_us: float = 20_000) -> float:
+def time_case(case: Case, budget_us: float = 8_000) -> float:
     """Median over calls on enough inputs to overflow the cache, in a graph of some twenty."""
     copies = max(1, min(16, int(2 * L2_BYTES // max(case.num_bytes, 1)) + 1))
     made = [case.make() for _ in range(copies)]
-    once = median_us(made)
+    once = median_us(made, repeats=1)
     total = max(len(made), min(20, int(budget_us // max(once, 1))))
     return median_us([made[i % copies] for i in range(total)])
 
@@ -438,14 +440,14 @@ def fill_randomly(model: torch.nn.Module) -> None:
                 getattr(kind, method)(module)
 
 
-def time_layers(kind: str, bandwidth: float, rate: float) -> list[Result]:
+def time_layers(kind: str, sizes: list[int], bandwidth: float, rate: float) -> list[Result]:
     """A whole decoder layer with its boundaries: T sequences decode, or one prompt of T tokens."""
     layer = DecoderLayer(released_config(kind == "nvfp4"), 0, dtype=BF16, device=DEVICE)
     fill_randomly(layer)
     expert_bytes = 3 * H * INNER * (9 / 16 if kind == "nvfp4" else 2)
     other_bytes = 2 * D * ((2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS * HEAD_DIM + 2 * H)
     results = []
-    for T in SIZES:
+    for T in sizes:
         queries = 1 if T <= 256 else T
         context = CONTEXT if queries == 1 else T
         sequences, cache = paged(T, context, queries)
@@ -457,10 +459,14 @@ def time_layers(kind: str, bandwidth: float, rate: float) -> list[Result]:
             residual = layer(normed, stream, sequences, cache, angles)  # noqa: B023
             return residual.boundary(layer.input_layernorm)[1]
 
+        chosen: list[Tensor] = []
+        hook = layer.mlp.gate.register_forward_hook(lambda *args: chosen.append(args[2].ids))  # noqa: B023
         with torch.inference_mode():
-            us = median_us([run])
             assert bool(run().isfinite().all())
-        busy = E * (1 - (1 - K / E) ** T)
+            hook.remove()
+            # In a graph of several, as in a model; each reads more than the cache holds.
+            us = median_us([run] * (4 if queries == 1 else 1))
+        busy = chosen[0].unique().numel()
         keys = min(context, WINDOW) if queries == 1 else T
         num_bytes = busy * expert_bytes + other_bytes + E * D * 4 + T // queries * keys * 4096
         flops = 2 * T * (other_bytes / 2 + K * 3 * H * INNER)
@@ -478,9 +484,11 @@ class Decoding:
     num_sequences: int
     tokens_per_second: float
     step_us: float
-    graph_us: float | None
+    graph_us: float
     """Of the step's graph alone."""
-    share_off_gpu: float | None
+    parts_us: float
+    """The layers, each timed by itself, and the logits, added up."""
+    share_off_gpu: float
     """Of the step's time."""
 
 
@@ -506,21 +514,42 @@ def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
         for _ in range(num_steps):
             engine.step()
         step_us = (time.perf_counter() - started) / num_steps * 1e6
-        graph_us = None
-        if runner._graphs is not None:
-            graph = next(iter(runner._graphs._graphs.values())).graph
-            times = []
-            for _ in range(10):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                graph.replay()
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - started) * 1e6)
-            graph_us = statistics.median(times)
-        share = None if graph_us is None else 1 - graph_us / step_us
-        results.append(Decoding(num_layers, count, count / step_us * 1e6, step_us, graph_us, share))
+        assert runner._graphs is not None
+        graph_us = time_graph(next(iter(runner._graphs._graphs.values())).graph)
+        parts_us = time_parts(decoder, count)
+        share = 1 - graph_us / step_us
+        results.append(
+            Decoding(num_layers, count, count / step_us * 1e6, step_us, graph_us, parts_us, share)
+        )
         print(results[-1], flush=True)
     return results
+
+
+def time_graph(graph: torch.cuda.CUDAGraph) -> float:
+    """Median time in us of a replay, the wait for its end included."""
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def time_parts(decoder: Decoder, count: int) -> float:
+    """Time in us of all layers and the logits, none of which waits for another's result."""
+    sequences, cache = paged(count, 128, 1)
+    stream, normed = randn(count, D, dtype=F32), randn(count, D)
+    angles = rotary_angles(torch.full((count,), 127, device=DEVICE), 5e5, HEAD_DIM)
+
+    def run(layer: Any) -> None:
+        layer(normed, stream, sequences, cache, angles).boundary(layer.input_layernorm)
+
+    layers = list(decoder.layers)
+    layers_us = median_us([lambda layer=layer: run(layer) for layer in layers]) * len(layers)
+    return layers_us + median_us([lambda: decoder._logits(normed)])
 
 
 def print_result(r: Result) -> None:
@@ -533,20 +562,32 @@ def print_result(r: Result) -> None:
     )
 
 
-def run_cases(only: list[str] | None, bandwidth: float, rate: float) -> list[Result]:
-    results = []
+def all_cases(only: list[str] | None, sizes: list[int]) -> Iterator[Case]:
+    """Every operation at every size, 2048 tokens among them where all sizes are asked for."""
     for cases in GROUPS.values():
-        for T in sorted({*SIZES, 2048}):
-            for case in cases(T):
-                if only and case.name not in only:
-                    continue
-                error = case.check() if case.check else None
-                us = time_case(case)
-                floor = max(case.num_bytes / bandwidth, case.flops / rate)
-                peer = PEERS.get(case.name, {}).get(T)
-                result = Result(case.name, T, us, case.num_bytes, floor, us / floor, error, peer)
-                results.append(result)
-                gc.collect()
+        for T in sorted({*sizes, 2048} if sizes == list(SIZES) else sizes):
+            yield from (case for case in cases(T) if not only or case.name in only)
+
+
+def warm_up(cases: Iterator[Case], index: int, count: int) -> None:
+    """Run every count-th case once, which leaves its kernels in Triton's cache."""
+    for number, case in enumerate(cases):
+        if number % count == index:
+            case.make()()
+
+
+def run_cases(cases: Iterator[Case], bandwidth: float, rate: float) -> list[Result]:
+    results = []
+    for case in cases:
+        error = case.check() if case.check else None
+        us = time_case(case)
+        floor = max(case.num_bytes / bandwidth, case.flops / rate)
+        peer = PEERS.get(case.name, {}).get(case.tokens)
+        ratio = us / floor
+        results.append(
+            Result(case.name, case.tokens, us, case.num_bytes, floor, ratio, error, peer)
+        )
+        gc.collect()
     for result in sorted(results, key=lambda r: r.name):
         print_result(result)
     return results
@@ -557,16 +598,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the results here, as JSON")
     parser.add_argument("--only", nargs="*", help="names of operations")
     parser.add_argument("--layers", nargs="*", default=["nvfp4", "bf16"])
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(SIZES))
     parser.add_argument("--slice", type=int, help="decode with so many layers")
+    parser.add_argument("--warm-up", help="only compile part I of N: I/N, for processes at once")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.warm_up:
+        index, count = (int(n) for n in arguments.warm_up.split("/"))
+        warm_up(all_cases(arguments.only, arguments.tokens), index, count)
+        return
     bandwidth, rate = measure_ceilings()
     print("name                 T      time          bytes     rate      floor  ratio  error  peer")
-    results = run_cases(arguments.only, bandwidth, rate)
+    results = run_cases(all_cases(arguments.only, arguments.tokens), bandwidth, rate)
     for kind in arguments.layers:
         gc.collect()
         torch.cuda.empty_cache()
-        results += time_layers(kind, bandwidth, rate)
+        results += time_layers(kind, arguments.tokens, bandwidth, rate)
     gc.collect()
     torch.cuda.empty_cache()
     decoding = time_decoding(arguments.slice) if arguments.slice else []

@@ -288,7 +288,7 @@ def attention_decode_triton(
         IN_FLOAT32=dot_in_float32(query.dtype),
         num_warps=4,
         num_stages=3,
-        **launch_early(query.device),
+        **launch_early(query.device, num_sequences),
     )
     if splits > 1:
         block_h = 1
@@ -302,7 +302,7 @@ def attention_decode_triton(
             SPLITS=splits,
             BLOCK_H=block_h,
             num_warps=4,
-            **launch_early(query.device),
+            **launch_early(query.device, num_sequences),
         )
     return out
 

@@ -179,6 +179,6 @@ def expert_finalize_triton(
         # One tile is computed while others, in shared memory, are on their way.
         STAGES=1 if num_tokens <= programs else 1 + min(2, _FETCHED_BYTES // tile_bytes),
         num_warps=max(1, min(8, block // 256)),
-        **launch_early(rows.device),
+        **launch_early(rows.device, num_tokens),
     )
     return out

@@ -90,6 +90,6 @@ def output_gate_triton(attention_output: Tensor, gate: Tensor, eps: float) -> Te
         HEAD_DIM=head_dim,
         BLOCK_HEADS=_HEADS,
         num_warps=4,
-        **launch_early(out.device),
+        **launch_early(out.device, num_tokens),
     )
     return out

@@ -191,6 +191,6 @@ def qk_norm_rope_write_triton(
         BLOCK_HEADS=_HEADS,
         ROTATE=angles is not None,
         num_warps=4,
-        **launch_early(qkv.device),
+        **launch_early(qkv.device, num_tokens),
     )
     return query

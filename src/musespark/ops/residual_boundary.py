@@ -190,7 +190,7 @@ def _launch_boundary(
         # More threads wait longer for each other: on an H200 32 warps take 5.4 us for one row of
         # 8192 (8 warps: 4.6) and 68 us for 2048 rows (16 warps: 57).
         num_warps=min(16 if is_pipelined else 8, row_warps(block)),
-        **launch_early(stream.device),
+        **launch_early(stream.device, num_rows),
     )
     return new_stream
 

@@ -140,7 +140,7 @@ def rms_norm_triton(
         SCALE_INPUT=scale_input and gain is not None,
         BLOCK=block,
         num_warps=row_warps(block),
-        **launch_early(x.device),
+        **launch_early(x.device, rows.shape[0]),
     )
     return out
 

@@ -12,6 +12,7 @@ from musespark.ops.triton_import import (
     HAS_TRITON,
     dot_in_float32,
     launch_early,
+    num_multiprocessors,
     round_to,
     tl,
     triton,
@@ -19,7 +20,7 @@ from musespark.ops.triton_import import (
 )
 
 MAX_TOKENS = 16
-"""With more, the matrix library is as fast."""
+"""With more, the matrix library is as fast or faster."""
 # Weight rows of a program, columns of a step, steps in flight: on an H200, of 16 to 128 rows, 64 to
 # 512 columns and 3 to 8 steps, 64 rows and 128 columns with 6 to 8 steps were the fastest.
 _ROWS, _DEPTH, _STAGES = 64, 128, 6
@@ -33,8 +34,10 @@ def takes(weight: Tensor) -> bool:
     """Whether products with `weight` [N, K] are faster this way, for up to MAX_TOKENS tokens."""
     if not HAS_TRITON or weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
         return False
-    width = weight.shape[1]
+    num_rows, width = weight.shape
     fits = width % _DEPTH == 0 and width > _AHEAD and weight.numel() >= _MIN_ELEMENTS
+    # A strip fills a multiprocessor. Strips of a second round would fetch nothing ahead.
+    fits = fits and num_rows <= _ROWS * num_multiprocessors(weight.device)
     return fits and torch.cuda.get_device_capability(weight.device) == (9, 0)
 
 
@@ -120,6 +123,6 @@ def skinny_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
         STAGES=_STAGES,
         IN_FLOAT32=dot_in_float32(x.dtype),
         num_warps=4,
-        **launch_early(x.device),
+        **launch_early(x.device, num_tokens),
     )
     return out

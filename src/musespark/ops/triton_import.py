@@ -47,6 +47,8 @@ else:
 
 
 _INTERPRETED = tl.constexpr(IS_INTERPRETED)
+# Of a batch whose kernels are launched early.
+_EARLY_TOKENS = 256
 
 
 @triton.jit
@@ -71,16 +73,19 @@ def wait_for_inputs():
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@cache
-def launch_early(device: torch.device) -> dict[str, bool]:
+def launch_early(device: torch.device, num_tokens: int) -> dict[str, bool]:
     """Arguments of a launch that lets a kernel start while the one before it still runs.
 
     Its programs are then in place, and weights on their way, when their inputs are ready (NVIDIA's
-    programmatic dependent launch, from Hopper on). The kernel must call `wait_for_inputs`.
+    programmatic dependent launch, from Hopper on). The kernel must call `wait_for_inputs`. With
+    many tokens, programs that wait only take room from those that work.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {}
-    return {"launch_pdl": True}
+    return {"launch_pdl": True} if num_tokens <= _EARLY_TOKENS and _can_launch_early(device) else {}
+
+
+@cache
+def _can_launch_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def next_power_of_2(value: int) -> int:

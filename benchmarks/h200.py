@@ -96,6 +96,7 @@ class Result:
     tokens: int
     us: float
     num_bytes: float
+    flops: float
     floor_us: float
     ratio: float
     error: float | None
@@ -473,7 +474,9 @@ def time_layers(kind: str, sizes: list[int], bandwidth: float, rate: float) -> l
         num_bytes = busy * expert_bytes + other_bytes + E * D * 4 + T // queries * keys * 4096
         flops = 2 * T * (other_bytes / 2 + K * 3 * H * INNER)
         floor = max(num_bytes / bandwidth, flops / rate)
-        results.append(Result(f"layer_{kind}", T, us, num_bytes, floor, us / floor, None, None))
+        results.append(
+            Result(f"layer_{kind}", T, us, num_bytes, flops, floor, us / floor, None, None)
+        )
         print_result(results[-1])
     return results
 
@@ -587,7 +590,9 @@ def run_cases(cases: Iterator[Case], bandwidth: float, rate: float) -> list[Resu
         peer = PEERS.get(case.name, {}).get(case.tokens)
         ratio = us / floor
         results.append(
-            Result(case.name, case.tokens, us, case.num_bytes, floor, ratio, error, peer)
+            Result(
+                case.name, case.tokens, us, case.num_bytes, case.flops, floor, ratio, error, peer
+            )  # fmt: skip
         )
         gc.collect()
     for result in sorted(results, key=lambda r: r.name):

@@ -588,11 +588,18 @@ def run_cases(cases: Iterator[Case], bandwidth: float, rate: float) -> list[Resu
         us = time_case(case)
         floor = max(case.num_bytes / bandwidth, case.flops / rate)
         peer = PEERS.get(case.name, {}).get(case.tokens)
-        ratio = us / floor
         results.append(
             Result(
-                case.name, case.tokens, us, case.num_bytes, case.flops, floor, ratio, error, peer
-            )  # fmt: skip
+                name=case.name,
+                tokens=case.tokens,
+                us=us,
+                num_bytes=case.num_bytes,
+                flops=case.flops,
+                floor_us=floor,
+                ratio=us / floor,
+                error=error,
+                peer_us=peer,
+            )
         )
         gc.collect()
     for result in sorted(results, key=lambda r: r.name):

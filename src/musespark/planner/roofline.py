@@ -26,7 +26,12 @@ EXPERTS_MEASURED: dict[int, float] = {
 on one H200; the better of two rounds (docs/nvfp4-hopper.md, benchmarks/results)."""
 _MEASURED_EXPERTS, _MEASURED_K, _MEASURED_WIDTH = 256, 8, 4096
 
-_SMALL_OPS_A_LAYER = 10
+# Those that are launched, and what attention and thin products lose: a layer takes 252 us at one
+# token on an H200 (docs/benchmarks.md), of which reading its weights and cache takes 201.
+_SMALL_OPS_A_LAYER = 16
+# Attention over prompts, beside its products at full rate: 2.3 to 4.2 times as long from 1024 to
+# 4096 tokens.
+_PREFILL_ATTENTION_SLOWDOWN = 2.6
 # Up to so many tokens the pooler and unpooler are computed in blocks of columns and gathered.
 _SHARDED_PROJECTION_TOKENS = 256
 
@@ -161,7 +166,8 @@ class _Step:
         for layer in stage.layers:
             seen = min(context, layer.sliding_window or context)
             num_bytes = sequences * seen * kv_heads * width * 2 * self.workload.kv_bytes
-            self.add(CACHE, num_bytes, 4 * self.T * seen * heads * width)
+            slowdown = _PREFILL_ATTENTION_SLOWDOWN if sequences < self.T else 1.0
+            self.add(CACHE, num_bytes, 4 * self.T * seen * heads * width, slowdown)
 
     def add_experts(self, stage: Stage) -> None:
         """The rank with most experts to read holds up the others."""

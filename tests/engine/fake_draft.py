@@ -13,7 +13,7 @@ from torch import Tensor
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.model.draft import DraftContext, PagedContext
 from musespark.speculative.draw import Drawing, DrawSettings
-from musespark.speculative.proposer import Guess
+from musespark.speculative.guess import Guess
 
 _EMPTY = -1
 

@@ -3,11 +3,17 @@
 A graph repeats the same launches on the same memory, so it is recorded once per batch size, and
 each step copies its inputs to where the graph reads them. Batches are padded to the next recorded
 size. A padding row has no keys (length 0), writes none (slot -1) and goes to no expert.
+
+There are two kinds. In a plain step each sequence has one row. Where sequences verify guesses, each
+has as many rows as it has guesses, and one more; how the rows are shared out is an input of the
+graph, so that one graph serves all steps with as many rows. The rows of padding belong to a last
+sequence without keys.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,6 +22,7 @@ from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, LayerCache
 from musespark.ops.attention_paged import SequencesOnDevice
+from musespark.ops.graph_recorder import CudaRecorder, Recorder
 
 # Up to 16 the next power of two, then the next multiple of 16; larger batches run as they are.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
@@ -31,26 +38,31 @@ class DecodeGraphs:
         spec: KVCacheSpec,
         *,
         tap_layers: Sequence[int] = (),
+        max_rows: int = 1,
+        recorder: Recorder | None = None,
     ) -> None:
+        """`max_rows`: new tokens of a sequence that verifies guesses, at most. `recorder`: None
+        records CUDA graphs."""
         self._decoder, self._caches, self._tap_layers = decoder, caches, tap_layers
+        self._max_rows = max_rows
         size, config = spec.block_size, decoder.config
         longest = -(-config.max_position_embeddings // size)
-        window = -(-config.sliding_window // size) + 2
+        window = -(-(config.sliding_window + max_rows) // size) + 1
         # One table for all sizes: a smaller batch uses its first rows.
         self._full_table = self._new_table(min(spec.num_full_blocks, longest))
         self._sliding_table = self._new_table(min(spec.num_sliding_blocks, window))
-        self._graphs: dict[int, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._recorder = recorder or CudaRecorder(decoder.device)
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        """Whether each of the batch's sequences has one new token and fits the tables.
+        """Whether the batch's sequences decode, with few new tokens each, and fit the tables.
 
         Alike on all ranks of a replica, so that they record and repeat the same collectives.
         """
-        num_sequences = len(batch.seq_lens)
-        if not num_sequences == batch.num_decodes == batch.token_ids.shape[0] <= SIZES[-1]:
+        starts = batch.query_start
+        if not starts[-1] <= SIZES[-1] or not (_is_plain(batch) or self._verifies(batch)):
             return False
-        if not self._decoder.can_record(SIZES[bisect_left(SIZES, num_sequences)]):
+        if not self._decoder.can_record(SIZES[bisect_left(SIZES, starts[-1])]):
             return False
         return all(
             metadata is None or metadata.block_table.shape[1] <= table.shape[1]
@@ -64,28 +76,32 @@ class DecodeGraphs:
     def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(logits [N, V] of the wanted rows, taps [T, D]), valid until the next step."""
         count = batch.token_ids.shape[0]
-        size = SIZES[bisect_left(SIZES, count)]
-        if size not in self._graphs:
-            self._graphs[size] = self._record(size, batch)
-        graph = self._graphs[size]
+        kind = SIZES[bisect_left(SIZES, count)], _is_plain(batch)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._record(*kind, batch)
+        graph = self._graphs[kind]
         graph.load(batch)
-        graph.graph.replay()
+        graph.replay()
         logits, taps = graph.logits[:count], tuple(tap[:count] for tap in graph.taps)
         rows = batch.logit_rows
         if rows is None or len(rows) == count:
             return logits, taps
         return logits.index_select(0, rows), taps
 
+    def _verifies(self, batch: ForwardBatch) -> bool:
+        starts = batch.query_start
+        most = max((later - start for start, later in pairwise(starts)), default=0)
+        return 1 < most <= self._max_rows
+
     def _new_table(self, width: int) -> Tensor:
         shape = (SIZES[-1], width)
         return torch.zeros(shape, dtype=torch.int32, device=self._decoder.device)
 
-    def _record(self, size: int, like: ForwardBatch) -> "_Graph":
+    def _record(self, size: int, is_plain: bool, like: ForwardBatch) -> "_Graph":
         """A graph of `size` rows, recorded while all of them are padding."""
         device = self._decoder.device
-        # seq_lens, then both kinds' key_start: sent together.
-        lengths = torch.zeros((3, size), dtype=torch.int32, device=device)
-        query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        numbers = _Numbers.empty(size, device)
+        numbers.load((), (0,), (), ())
 
         def metadata(there: bool, table: Tensor, key_start: Tensor) -> AttentionMetadata | None:
             if not there:
@@ -96,47 +112,82 @@ class DecodeGraphs:
                 slot_mapping=torch.full((size,), -1, dtype=torch.int64, device=device),
                 decode_table=table[:0],
                 decode_mask=table[:0],
-                on_device=SequencesOnDevice(query_start, lengths[0], key_start),
+                on_device=SequencesOnDevice(query_start, numbers.seq_lens, key_start),
             )
 
+        query_start = numbers.query_start
+        if is_plain:
+            query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         batch = ForwardBatch(
             token_ids=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),
-            query_start=tuple(range(size + 1)),
+            query_start=tuple(range(size + 1)) if is_plain else (*(0,) * size, size),
             seq_lens=(0,) * size,
-            num_decodes=size,
-            full=metadata(like.full is not None, self._full_table, lengths[1]),
-            sliding=metadata(like.sliding is not None, self._sliding_table, lengths[2]),
+            num_decodes=size if is_plain else 0,
+            full=metadata(like.full is not None, self._full_table, numbers.full_start),
+            sliding=metadata(like.sliding is not None, self._sliding_table, numbers.sliding_start),
             logit_rows=None,
         )
+        row = torch.arange(size, device=device)
 
         def forward() -> tuple[Tensor, tuple[Tensor, ...]]:
-            padded = replace(batch, padding=lengths[0] == 0)
+            padded = replace(batch, padding=row >= numbers.num_tokens)
             return self._decoder.forward_with_taps(padded, self._caches, self._tap_layers)
 
-        # The first run compiles kernels and sets libraries up, which a graph cannot record.
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            forward()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-        ):
-            logits, taps = forward()
-        return _Graph(graph, batch, lengths, logits, taps)
+        replay, (logits, taps) = self._recorder.record(forward)
+        return _Graph(replay, batch, numbers, logits, taps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What a graph of S rows reads of its sequences, at most as many as rows; sent together."""
+
+    all: Tensor
+    """[4 * S + 2] int32: the fields below, one after the other."""
+    seq_lens: Tensor
+    """[S]."""
+    full_start: Tensor
+    """[S] key_start of the full layers."""
+    sliding_start: Tensor
+    """[S] key_start of the sliding layers."""
+    query_start: Tensor
+    """[S + 1]."""
+    num_tokens: Tensor
+    """[1] rows that are no padding."""
+
+    @classmethod
+    def empty(cls, size: int, device: torch.device) -> "_Numbers":
+        numbers = torch.zeros(4 * size + 2, dtype=torch.int32, device=device)
+        return cls(numbers, *numbers.split((size, size, size, size + 1, 1)))
+
+    def load(
+        self,
+        seq_lens: Sequence[int],
+        query_start: Sequence[int],
+        full_start: Sequence[int],
+        sliding_start: Sequence[int],
+    ) -> None:
+        """Send a step's numbers, without waiting for the device."""
+        size, num_tokens = len(self.seq_lens), query_start[-1]
+        missing = size - len(seq_lens)
+        values: list[int] = []
+        for given in (seq_lens, full_start, sliding_start):
+            values += [*given, *[0] * (size - len(given))]
+        # Sequences that are missing have no rows, but the last has all rows of padding.
+        values += [*query_start[:-1], *[num_tokens] * missing, size, num_tokens]
+        on_gpu = self.all.is_cuda
+        self.all.copy_(
+            torch.tensor(values, dtype=torch.int32, pin_memory=on_gpu), non_blocking=on_gpu
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     """A recorded step, and the tensors that it reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     batch: ForwardBatch
-    lengths: Tensor
-    """[3, size] int32: seq_lens, key_start of the full layers, key_start of the sliding ones."""
+    numbers: _Numbers
     logits: Tensor
     """[size, V] float32."""
     taps: tuple[Tensor, ...]
@@ -144,18 +195,25 @@ class _Graph:
 
     def load(self, batch: ForwardBatch) -> None:
         """Copy a step's inputs to where the graph reads them, without waiting for the device."""
-        count, size = len(batch.seq_lens), self.lengths.shape[1]
-        lengths = torch.zeros((3, size), dtype=torch.int32, pin_memory=True)
-        lengths[0, :count] = torch.tensor(batch.seq_lens, dtype=torch.int32)
-        self.batch.token_ids[:count].copy_(batch.token_ids)
-        self.batch.positions[:count].copy_(batch.positions)
-        for row, (mine, given) in enumerate(
-            ((self.batch.full, batch.full), (self.batch.sliding, batch.sliding)), start=1
-        ):
+        num_tokens, num_sequences = batch.token_ids.shape[0], len(batch.seq_lens)
+        self.batch.token_ids[:num_tokens].copy_(batch.token_ids)
+        self.batch.positions[:num_tokens].copy_(batch.positions)
+        for mine, given in ((self.batch.full, batch.full), (self.batch.sliding, batch.sliding)):
             if mine is None or given is None:
                 continue
-            lengths[row, :count] = torch.tensor(given.key_start, dtype=torch.int32)
-            mine.slot_mapping[:count].copy_(given.slot_mapping)
-            mine.slot_mapping[count:].fill_(-1)
-            mine.block_table[:count, : given.block_table.shape[1]].copy_(given.block_table)
-        self.lengths.copy_(lengths, non_blocking=True)
+            mine.slot_mapping[:num_tokens].copy_(given.slot_mapping)
+            mine.slot_mapping[num_tokens:].fill_(-1)
+            width = given.block_table.shape[1]
+            mine.block_table[:num_sequences, :width].copy_(given.block_table)
+        full, sliding = batch.full, batch.sliding
+        self.numbers.load(
+            batch.seq_lens,
+            batch.query_start,
+            () if full is None else full.key_start,
+            () if sliding is None else sliding.key_start,
+        )
+
+
+def _is_plain(batch: ForwardBatch) -> bool:
+    """Whether each of the batch's sequences has one new token."""
+    return len(batch.seq_lens) == batch.num_decodes == batch.query_start[-1]

@@ -16,9 +16,15 @@ class ModelRunner:
     """Holds the weights and every layer's keys and values."""
 
     def __init__(
-        self, decoder: Decoder, spec: KVCacheSpec, *, tap_layers: Sequence[int] = ()
+        self,
+        decoder: Decoder,
+        spec: KVCacheSpec,
+        *,
+        tap_layers: Sequence[int] = (),
+        max_rows: int = 1,
     ) -> None:
-        """`tap_layers`: as for `Decoder.forward_with_taps`; what `run` hands out."""
+        """`tap_layers`: as for `Decoder.forward_with_taps`; what `run` hands out. `max_rows`: new
+        tokens of a sequence that verifies guesses, at most."""
         self._decoder, self._block_size = decoder, spec.block_size
         self._tap_layers = tuple(tap_layers)
         self._caches = allocate_kv_cache(
@@ -31,7 +37,9 @@ class ModelRunner:
         # Decode steps run as graphs where there are graphs, and nothing asks the device midway.
         can_record = decoder.device.type == "cuda" and not decoder.waits_for_device
         self._graphs = (
-            DecodeGraphs(decoder, self._caches, spec, tap_layers=self._tap_layers)
+            DecodeGraphs(
+                decoder, self._caches, spec, tap_layers=self._tap_layers, max_rows=max_rows
+            )
             if can_record
             else None
         )

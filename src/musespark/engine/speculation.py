@@ -23,7 +23,8 @@ from musespark.engine.scheduler import ScheduledRequest
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.draft import DraftContext, PagedContext
 from musespark.speculative.budget import Acceptance, StepCosts, choose_widths
-from musespark.speculative.proposer import Guess, Proposer
+from musespark.speculative.guess import Guess
+from musespark.speculative.proposer import Proposer
 from musespark.speculative.verify import Verification
 
 

@@ -110,7 +110,8 @@ def build_engine(
     expert_load = ExpertLoad(decoder.layers) if config.expert_load_metrics else None
     tap_layers = () if chosen is None else chosen.config.target_layer_ids
     kind = OneByOneRunner if config.batch_invariant else ModelRunner
-    runner = kind(decoder, plan.spec, tap_layers=tap_layers)
+    max_rows = 1 if chosen is None else 1 + chosen.num_tokens
+    runner = kind(decoder, plan.spec, tap_layers=tap_layers, max_rows=max_rows)
     executor = InProcessExecutor(runner, layout, config.max_num_seqs, with_masks=runner.reads_masks)
     speculation = None
     if chosen is not None and draft is not None:

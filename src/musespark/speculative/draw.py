@@ -25,6 +25,27 @@ class DrawSettings:
     has_filters: bool
     """Whether any row cuts tokens away."""
 
+    def empty_like(self, size: int) -> "DrawSettings":
+        """Settings of `size` sequences that draw the most likely tokens, to load others into."""
+
+        def empty(tensor: Tensor, value: float) -> Tensor:
+            return tensor.new_full((size, *tensor.shape[1:]), value)
+
+        return DrawSettings(
+            temperature=empty(self.temperature, 0),
+            top_k=empty(self.top_k, 0),
+            top_p=empty(self.top_p, 1),
+            min_p=empty(self.min_p, 0),
+            uniform=empty(self.uniform, 0),
+            has_filters=self.has_filters,
+        )
+
+    def load(self, other: "DrawSettings") -> None:
+        """Take over the settings of the first sequences, in place; the rest stay as they are."""
+        count = len(other.temperature)
+        for name in ("temperature", "top_k", "top_p", "min_p", "uniform"):
+            getattr(self, name)[:count].copy_(getattr(other, name))
+
 
 class Drawing:
     """Draws one token after the other, and keeps what they were drawn from."""

@@ -1,7 +1,7 @@
 """Who guesses: the draft with its cache, or a stand-in."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,18 +10,10 @@ from musespark.config.model import DecoderConfig
 from musespark.model.draft import DraftContext, DraftDecoder
 from musespark.model.draft_cache import allocate_draft_cache
 from musespark.model.kv_cache import KVCacheSpec
+from musespark.ops.graph_recorder import Recorder
+from musespark.speculative.draft_graph import DraftGraphs
 from musespark.speculative.draw import Drawing, DrawSettings
-
-
-class Guess(NamedTuple):
-    """What comes next in each of B sequences, N tokens."""
-
-    token_ids: Tensor
-    """[B, N] int64."""
-    confidences: Tensor | None
-    """[B, N] float32 how likely each token is right if those before it are; None: not known."""
-    distributions: Tensor | None
-    """[B, N, V] float32 that tokens drawn at random were drawn from; None: none were."""
+from musespark.speculative.guess import Guess
 
 
 class Proposer(Protocol):
@@ -76,12 +68,24 @@ class Proposer(Protocol):
 class DraftProposer:
     """A DSpark draft."""
 
-    def __init__(self, draft: DraftDecoder, target: DecoderConfig, spec: KVCacheSpec) -> None:
-        """`spec` is that of the target's cache, whose blocks the draft shares."""
+    def __init__(
+        self,
+        draft: DraftDecoder,
+        target: DecoderConfig,
+        spec: KVCacheSpec,
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`spec` is that of the target's cache, whose blocks the draft shares. `recorder` records
+        guessing; None: CUDA graphs do, on a GPU."""
         self._draft = draft
         self._caches = allocate_draft_cache(
             draft.config, target, spec, dtype=draft.dtype, device=draft.device
         )
+        self._graphs: DraftGraphs | None = None
+        waits = getattr(draft.kernels, "waits_for_device", False)
+        if recorder is not None or (draft.device.type == "cuda" and not waits):
+            self._graphs = DraftGraphs(self._guess, draft, target, spec, recorder=recorder)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -100,7 +104,6 @@ class DraftProposer:
     ) -> None:
         self._draft.inject(taps, positions, full_slots, sliding_slots, self._caches)
 
-    @torch.inference_mode()
     def propose(
         self,
         anchor_ids: Tensor,
@@ -108,6 +111,20 @@ class DraftProposer:
         num_tokens: int,
         settings: DrawSettings | None,
     ) -> Guess:
+        graphs = self._graphs
+        if graphs is not None and graphs.accepts(context):
+            return graphs.run(anchor_ids, context, num_tokens, settings)
+        return self._guess(anchor_ids, context, num_tokens, settings)
+
+    @torch.inference_mode()
+    def _guess(
+        self,
+        anchor_ids: Tensor,
+        context: DraftContext,
+        num_tokens: int,
+        settings: DrawSettings | None,
+    ) -> Guess:
+        """Asks the device for nothing, so that a graph can record it."""
         drawing = Drawing(settings)
         proposal = self._draft.propose(anchor_ids, context, self._caches, num_tokens, drawing.pick)
         has_head = self._draft.config.enable_confidence_head

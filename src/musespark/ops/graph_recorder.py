@@ -1,0 +1,40 @@
+"""Recording launches as a CUDA graph, which repeats them on the same memory with one launch."""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Recorder(Protocol):
+    """Records what a function launches; a stand-in may simply call it again."""
+
+    def record(self, forward: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        """(what repeats the launches of `forward`, its result, which each repetition fills)."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory, since they never run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, forward: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        """Runs `forward` twice; it must not ask the device for anything."""
+        # The first run compiles kernels and sets libraries up, which a graph cannot record.
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            forward()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
+            result = forward()
+        return graph.replay, result

@@ -1,0 +1,128 @@
+"""Guessing as a CUDA graph: the block, and the tokens drawn one after the other.
+
+Recorded once for each number of sequences and each way of drawing. Sequences of padding have no
+context. A draft layer without a window would gather a table as long as the longest sequence could
+be, so only drafts whose layers all have windows are recorded.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from musespark.config.model import DecoderConfig
+from musespark.model.draft import DraftContext, DraftDecoder, PagedContext
+from musespark.model.kv_cache import KVCacheSpec
+from musespark.ops.graph_recorder import CudaRecorder, Recorder
+from musespark.speculative.draw import DrawSettings
+from musespark.speculative.guess import Guess
+
+SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+
+Propose = Callable[[Tensor, DraftContext, int, DrawSettings | None], Guess]
+
+
+class DraftGraphs:
+    """Records guessing when its size first comes, and repeats it afterwards."""
+
+    def __init__(
+        self,
+        propose: Propose,
+        draft: DraftDecoder,
+        target: DecoderConfig,
+        spec: KVCacheSpec,
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`propose` is what is recorded, for `draft`; `recorder`: None records CUDA graphs."""
+        self._propose, self._device = propose, draft.device
+        self._has_windows = all(layer.sliding_window for layer in draft.config.layers)
+        size = spec.block_size
+        longest = -(-target.max_position_embeddings // size)
+        window = -(-(target.sliding_window + draft.config.block_size + 1) // size) + 1
+        self._full_width = min(spec.num_full_blocks, longest)
+        self._sliding_width = min(spec.num_sliding_blocks, window)
+        self._recorder = recorder or CudaRecorder(draft.device)
+        self._graphs: dict[tuple[int, int, bool | None], _Graph] = {}
+
+    def accepts(self, context: DraftContext) -> bool:
+        """Whether so many sequences, with such tables, can be recorded."""
+        pairs = ((context.full, self._full_width), (context.sliding, self._sliding_width))
+        return (
+            self._has_windows
+            and len(context.context_lens) <= SIZES[-1]
+            and all(paged is None or paged.block_table.shape[1] <= width for paged, width in pairs)
+        )
+
+    @torch.inference_mode()
+    def run(
+        self,
+        anchor_ids: Tensor,
+        context: DraftContext,
+        num_tokens: int,
+        settings: DrawSettings | None,
+    ) -> Guess:
+        """As for `Proposer.propose`."""
+        count = len(anchor_ids)
+        size = SIZES[bisect_left(SIZES, count)]
+        kind = size, num_tokens, None if settings is None else settings.has_filters
+        if kind not in self._graphs:
+            self._graphs[kind] = self._record(size, num_tokens, context, settings)
+        graph = self._graphs[kind]
+        graph.load(anchor_ids, context, settings)
+        graph.replay()
+        # Copied: distributions are needed after the next guess.
+        return graph.guess.first(count)
+
+    def _record(
+        self, size: int, num_tokens: int, like: DraftContext, settings: DrawSettings | None
+    ) -> "_Graph":
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
+
+        def paged(given: PagedContext | None, width: int) -> PagedContext | None:
+            return None if given is None else PagedContext(zeros(size, width), zeros(size))
+
+        context = DraftContext(
+            zeros(size),
+            paged(like.full, self._full_width),
+            paged(like.sliding, self._sliding_width),
+        )
+        own = None if settings is None else settings.empty_like(size)
+        anchor_ids = zeros(size)
+        replay, guess = self._recorder.record(
+            lambda: self._propose(anchor_ids, context, num_tokens, own)
+        )
+        return _Graph(replay, anchor_ids, context, own, guess)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A recorded guess, and the tensors that it reads and writes."""
+
+    replay: Callable[[], None]
+    anchor_ids: Tensor
+    context: DraftContext
+    settings: DrawSettings | None
+    guess: Guess
+
+    def load(
+        self, anchor_ids: Tensor, context: DraftContext, settings: DrawSettings | None
+    ) -> None:
+        """Copy inputs to where the graph reads them, without waiting for the device."""
+        count = len(anchor_ids)
+        self.anchor_ids[:count].copy_(anchor_ids)
+        self.context.context_lens[:count].copy_(context.context_lens)
+        self.context.context_lens[count:].zero_()
+        for mine, given in (
+            (self.context.full, context.full),
+            (self.context.sliding, context.sliding),
+        ):
+            if mine is None or given is None:
+                continue
+            mine.block_table[:count, : given.block_table.shape[1]].copy_(given.block_table)
+            mine.key_start[:count].copy_(given.key_start)
+        if self.settings is not None and settings is not None:
+            self.settings.load(settings)

@@ -142,6 +142,7 @@ def test_a_graph_does_what_the_step_does(folder, seq_lens):
 def test_graphs_leave_other_steps_alone(folder):
     device = torch.device("cuda")
     decoder = load_decoder(folder, device=device, dtype=torch.bfloat16)
+    decoder.pack()
     spec = KVCacheSpec(BLOCK_SIZE, BLOCKS, BLOCKS)
     caches = allocate_kv_cache(decoder.config, spec, dtype=torch.bfloat16, device=device)
     graphs = DecodeGraphs(decoder, caches, spec)

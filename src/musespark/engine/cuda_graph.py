@@ -51,6 +51,8 @@ class DecodeGraphs:
         # One table for all sizes: a smaller batch uses its first rows.
         self._full_table = self._new_table(min(spec.num_full_blocks, longest))
         self._sliding_table = self._new_table(min(spec.num_sliding_blocks, window))
+        # Asked once: the answer takes a walk through all modules.
+        self._recordable = frozenset(size for size in SIZES if decoder.can_record(size))
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._recorder = recorder or CudaRecorder(decoder.device)
 
@@ -62,7 +64,7 @@ class DecodeGraphs:
         starts = batch.query_start
         if not starts[-1] <= SIZES[-1] or not (_is_plain(batch) or self._verifies(batch)):
             return False
-        if not self._decoder.can_record(SIZES[bisect_left(SIZES, starts[-1])]):
+        if SIZES[bisect_left(SIZES, starts[-1])] not in self._recordable:
             return False
         return all(
             metadata is None or metadata.block_table.shape[1] <= table.shape[1]

@@ -12,7 +12,6 @@ from tests.engine.fake_model import VOCAB_SIZE, greedy
 
 from musespark.config.sampling import SamplingParams
 from musespark.engine.client import EngineRequest, EngineState
-from musespark.engine.process_client import ProcessLink, start_process_client
 from musespark.engine.request import FinishReason
 from musespark.engine.thread_client import start_thread_client
 from musespark.errors import (
@@ -22,6 +21,8 @@ from musespark.errors import (
     QueueFullError,
     RequestError,
 )
+from musespark.executor.group import RankGroup
+from musespark.executor.multiprocess import LocalRank, start_process_client
 
 STARTERS = [start_thread_client, start_process_client]
 both = pytest.mark.parametrize("start", STARTERS, ids=["thread", "process"])
@@ -294,8 +295,10 @@ def test_death_reaches_every_stream_at_once(start, build, text):
 
 
 def engine_process(client):
-    assert isinstance(client._link, ProcessLink)
-    return client._link.process
+    assert isinstance(client._link, RankGroup)
+    (rank,) = client._link.ranks
+    assert isinstance(rank, LocalRank)
+    return rank.process
 
 
 def test_a_killed_process_is_noticed_at_once_even_when_idle():

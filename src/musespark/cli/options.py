@@ -87,6 +87,8 @@ def _parameter(config: type, field: Any, default: Any) -> inspect.Parameter:
     option = typer.Option(flag, help=_field_docs(config).get(field.name, ""))
     if typing.get_origin(hint) is tuple:  # given several times on the command line
         hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
+    elif typing.get_origin(hint) is typing.Literal:
+        hint = str  # the dataclass refuses other words, in its own
     elif isinstance(hint, types.UnionType) and type(None) not in typing.get_args(hint):
         raise TypeError(f"{config.__name__}.{field.name}: no flag for the type {hint}")
     return inspect.Parameter(
@@ -99,10 +101,13 @@ def _parameter(config: type, field: Any, default: Any) -> inspect.Parameter:
 
 @cache
 def _field_docs(config: type) -> dict[str, str]:
-    """The docstrings that stand under a dataclass's fields."""
+    """The docstrings that stand under a dataclass's fields, inherited ones included."""
+    docs = {}
+    for base in config.__bases__:
+        if dataclasses.is_dataclass(base):
+            docs.update(_field_docs(base))
     tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef))
-    docs = {}
     for field, following in itertools.pairwise(body):
         if (
             isinstance(field, ast.AnnAssign)

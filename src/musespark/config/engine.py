@@ -1,17 +1,20 @@
 """Settings of the serving engine; names are vLLM's."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from musespark.config.parallel import Parallelism
 from musespark.errors import ConfigError
 
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3")
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 DRAFT_VERIFICATION = ("block", "token")
+ExecutorKind = Literal["multiprocess", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How many requests run together, and on how much memory.
+class EngineConfig(Parallelism):
+    """How many requests run together, on how much memory, and over which processes.
 
     Raises:
         ConfigError: a value outside its range, naming the setting.
@@ -36,9 +39,6 @@ class EngineConfig:
     batch_invariant: bool = False
     """Make a request's tokens the same bits whoever shares its batch, on one device. Sequences run
     one by one then, so a full batch takes as long as its sequences one after the other."""
-    moe_backend: str = "auto"
-    """What computes the experts: auto (the fastest for the checkpoint), reference (plain and slow),
-    or w4a4 (NVFP4 experts see NVFP4 activations, emulated)."""
     draft: str = "none"
     """DSpark draft that guesses tokens ahead, which the model then verifies in one step: a folder,
     a packaged draft's name, a Hugging Face repository id, auto (the one that comes with the model,
@@ -53,14 +53,19 @@ class EngineConfig:
     """How guesses drawn at random are verified for requests without a seed: block (all together,
     keeps more) or token (one by one)."""
     num_threads: int | None = None
-    """Threads that compute on a CPU; None: one per core. On a machine that does other work too, one
-    fewer than its cores can be several times faster, since threads wait for one another."""
+    """Threads that compute on a CPU, shared out among the processes; None: one per core. On a
+    machine that does other work too, one fewer than its cores can be several times faster, since
+    threads wait for one another."""
     expert_load_metrics: bool = False
     """Count how often each expert is chosen, for /metrics; one more small operation per layer."""
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
+    executor: ExecutorKind = "multiprocess"
+    """What starts the processes that share a model: multiprocess (on this machine) or ray (on a Ray
+    cluster, which may be many machines)."""
 
     def __post_init__(self) -> None:
+        Parallelism.__post_init__(self)
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -85,6 +90,7 @@ class EngineConfig:
                 "least. Raise the first or lower the second."
             )
         for name, choices in (
+            ("executor", get_args(ExecutorKind)),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("draft_sampling", DRAFT_SAMPLING),
             ("draft_verification", DRAFT_VERIFICATION),
@@ -92,6 +98,11 @@ class EngineConfig:
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name}: must be one of {', '.join(choices)}, found {value!r}.")
         self._check_draft()
+        if self.batch_invariant and self.shares_experts_over_replicas:
+            raise ConfigError(
+                "batch_invariant: replicas that share experts compute the rows of all their "
+                "requests together. Leave expert_parallel out, or set data_parallel_size to 1."
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs ({self.max_num_seqs}) exceeds max_num_batched_tokens "

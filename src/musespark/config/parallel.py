@@ -1,6 +1,6 @@
 """How the model is spread over processes, and what computes its experts; names are vLLM's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from musespark.errors import ConfigError
@@ -40,14 +40,16 @@ class Parallelism:
     sequence_parallel: bool = False
     """Cut the residual stream along tokens over the tensor-parallel processes."""
     moe_backend: MoEBackend = "auto"
-    """What computes the routed experts."""
+    """What computes the experts: auto (the fastest for the checkpoint), reference (plain and slow),
+    w4a4 (NVFP4 experts see NVFP4 activations, emulated), or all_to_all (tokens' rows travel to the
+    processes of their experts and back)."""
     hybrid_token_threshold: int | None = None
     """With all_to_all: batches of up to so many tokens stay replicated; None: none do."""
-    enable_lora: bool = False
+    enable_lora: bool = field(default=False, metadata={"flag": False})
     """LoRA adapters. Not supported: only False."""
-    enable_eplb: bool = False
+    enable_eplb: bool = field(default=False, metadata={"flag": False})
     """Moving experts between processes by load. Not supported: only False."""
-    skip_final_all_reduce: bool = False
+    skip_final_all_reduce: bool = field(default=False, metadata={"flag": False})
     """Leave the last sum over processes to whoever reads the output. Not supported: only False."""
 
     def __post_init__(self) -> None:
@@ -71,6 +73,29 @@ class Parallelism:
     def expert_parallel_size(self) -> int:
         """Processes that the experts of a layer are handed out to."""
         return self.tensor_parallel_size * self.data_parallel_size if self.expert_parallel else 1
+
+    @property
+    def shares_experts_over_replicas(self) -> bool:
+        """Whether all replicas must run each step together."""
+        return self.expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def layout_name(self) -> str:
+        """For people, such as `tp2 pp2`."""
+        sizes = {
+            "tp": self.tensor_parallel_size,
+            "ep": self.expert_parallel_size,
+            "sp": self.tensor_parallel_size if self.sequence_parallel else 1,
+            "pp": self.pipeline_parallel_size,
+            "dp": self.data_parallel_size,
+        }
+        parts = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        return " ".join(parts) or "one process"
+
+    def driver_rank(self, replica: int) -> int:
+        """The rank that schedules and samples for a replica: the first of its last stage."""
+        stages = self.pipeline_parallel_size
+        return ((replica + 1) * stages - 1) * self.tensor_parallel_size
 
     @property
     def expert_tensor_size(self) -> int:

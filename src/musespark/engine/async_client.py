@@ -1,6 +1,6 @@
 """The asyncio side of an engine that runs elsewhere: streams, refusals, death, shutting down.
 
-How messages travel is the business of a `Link`: see process_client and thread_client.
+How messages travel is the business of a `Link`: see thread_client and musespark.executor.group.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
-from musespark import errors
 from musespark.engine.client import (
     EngineInfo,
     EngineOutput,
@@ -33,6 +32,7 @@ from musespark.engine.messages import (
     Stopped,
     Submit,
     ToEngine,
+    error_of,
 )
 from musespark.errors import (
     EngineDeadError,
@@ -169,7 +169,7 @@ class AsyncEngineClient:
                 stream.accept()
         elif isinstance(message, Refused):
             if (stream := self._streams.get(message.request_id)) is not None:
-                stream.fail(_error(message))
+                stream.fail(error_of(message))
         elif isinstance(message, Ready):
             self._info, self._state = message.info, EngineState.READY
             self._settled.set()
@@ -188,7 +188,7 @@ class AsyncEngineClient:
         if isinstance(message, Stopped):
             self._die(EngineDeadError("The engine was shut down."))
         else:
-            self._die(_error(message))
+            self._die(error_of(message))
 
     def _die(self, error: MuseSparkError) -> None:
         self._state, self._death = EngineState.DEAD, self._death or error
@@ -219,10 +219,3 @@ class AsyncEngineClient:
         del self._streams[stream.number], self._number_of[stream.name]
         if not self._streams:
             self._idle.set()
-
-
-def _error(message: Refused | Failed) -> MuseSparkError:
-    """The error of the class that the engine named."""
-    kind = getattr(errors, message.error, EngineDeadError)
-    assert issubclass(kind, MuseSparkError)
-    return kind(message.message)

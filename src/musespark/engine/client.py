@@ -84,6 +84,10 @@ class EngineInfo:
     device: str
     structured_output: bool
     """Whether grammars can be honoured: the library is installed and the model has a tokenizer."""
+    layout: str = "one process"
+    """How the model is spread, such as `tp2 pp2`."""
+    memory_bytes: tuple[int, ...] = ()
+    """What each process holds, by rank, once weights and cache are there; empty: not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

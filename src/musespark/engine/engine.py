@@ -115,6 +115,11 @@ class Engine:
         """Whether `step` would do anything of use."""
         return self.scheduler.has_work or any(step.schedule for step in self._under_way)
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether other engines take part in each step, and `step` is called for them too."""
+        return self._executor.in_lockstep
+
     def compile_grammar(self, wanted: StructuredOutput) -> Grammar:
         """A grammar for `add_request`; may be called from another thread.
 

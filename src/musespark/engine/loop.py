@@ -1,6 +1,7 @@
 """The loop an engine runs in: take messages, step, tell what came out.
 
 It waits for messages only while it has nothing to do, and never for whoever reads its output.
+Engines that share experts step together: before each step they agree whether any of them has work.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from musespark.engine.client import EngineInfo, EngineOutput, EngineRequest
 from musespark.engine.engine import Engine, NewToken
@@ -22,7 +24,6 @@ from musespark.engine.messages import (
     Ready,
     Refused,
     Shutdown,
-    Stopped,
     Submit,
     ToEngine,
 )
@@ -31,6 +32,20 @@ from musespark.errors import MuseSparkError, QueueFullError, RequestError
 
 # Between two readings of the experts' load, which wait for the device and are long to send.
 _EXPERT_LOAD_SECONDS = 5.0
+# How long an engine that steps together with others waits for messages while none has work.
+_IDLE_SECONDS = 0.005
+
+
+class Agree(Protocol):
+    """Whether any of the engines that step together says so, flag by flag."""
+
+    def __call__(self, *flags: bool) -> tuple[bool, ...]:
+        """Called by all of them before each step."""
+        ...
+
+
+def _alone(*flags: bool) -> tuple[bool, ...]:
+    return flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,10 @@ class EngineLoop:
         info: EngineInfo,
         send: Callable[[FromEngine], None],
         max_queue_len: int,
+        *,
+        agree: Agree = _alone,
     ) -> None:
-        """`send` must return at once."""
+        """`send` must return at once; `agree` matters to engines whose steps are in lockstep."""
         self.inbox: SimpleQueue[ToEngine | _Compiled] = SimpleQueue()
         self._engine, self._info, self._send = engine, info, send
         self._max_queue_len = max_queue_len
@@ -62,24 +79,36 @@ class EngineLoop:
         self._compiling: dict[str, Future[Grammar]] = {}
         self._is_stopping = False
         self._load_told = -_EXPERT_LOAD_SECONDS
+        self._agree = agree if engine.in_lockstep else _alone
+        self._is_idle = True
 
     def run(self) -> None:
-        """Serve until told to shut down."""
+        """Serve until told to shut down, or until another engine of the lockstep is."""
         self._send(Ready(self._info))
-        while not self._is_stopping:
+        while True:
             for message in self._receive():
                 self._handle(message)
-            if self._engine.has_work and not self._is_stopping:
-                self._report([self._output(token) for token in self._engine.step()])
+            any_work, any_end = self._agree(self._engine.has_work, self._is_stopping)
+            if any_end:
+                break
+            self._is_idle = not any_work
+            if any_work:
+                had_work = self._engine.has_work
+                outputs = [self._output(token) for token in self._engine.step()]
+                if had_work:
+                    self._report(outputs)
         for name in list(self._number_of):
             self._abort(name, None)
+        self._engine.drain()
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._send(Stopped())
 
     def _receive(self) -> "Iterable[ToEngine | _Compiled]":
         """All messages that are there; with nothing to do, waits for one."""
-        messages = [] if self._engine.has_work else [self.inbox.get()]
+        messages: list[ToEngine | _Compiled] = []
         try:
+            if self._is_idle and not self._engine.has_work:
+                timeout = _IDLE_SECONDS if self._engine.in_lockstep else None
+                messages.append(self.inbox.get(timeout=timeout))
             while True:
                 messages.append(self.inbox.get_nowait())
         except Empty:

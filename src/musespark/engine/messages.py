@@ -1,8 +1,14 @@
-"""What an engine and its client tell each other; plain data, in order, with no replies awaited."""
+"""What an engine, its client and its processes tell each other; plain data, in order.
+
+No sender waits for a reply.
+"""
 
 from dataclasses import dataclass
 
+from musespark import errors
 from musespark.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStats
+from musespark.engine.step_plan import StepPlan
+from musespark.errors import EngineDeadError, MuseSparkError
 
 # --- to the engine
 
@@ -81,5 +87,61 @@ class Stopped:
     """The last message of an engine that was shut down."""
 
 
+# --- between the processes of a model that is spread over several
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """From rank 0: where the ranks find each other is at this port."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """To the other ranks: where they find each other."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """From rank 0: how far its share of the weights is read."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """From each rank: it holds its share, in so much memory."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From a replica's driver to its other ranks: run this."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """From a replica's driver to its other ranks: there are no further steps."""
+
+
 ToEngine = Submit | Abort | ForgetPrefixes | Shutdown
 FromEngine = Ready | Accepted | Refused | Outputs | Failed | Stopped
+ToRank = ToEngine | Join
+FromRank = FromEngine | Hosting | Loading | Loaded
+FromDriver = Step | End
+Message = ToRank | FromRank | FromDriver
+
+
+def error_of(message: Refused | Failed) -> MuseSparkError:
+    """The error of the class that the engine named."""
+    kind = getattr(errors, message.error, EngineDeadError)
+    assert issubclass(kind, MuseSparkError)
+    return kind(message.message)

@@ -1,7 +1,7 @@
 """An engine in a thread of this process, for tests and notebooks: no pipe, no second interpreter.
 
 Python code of both sides shares one interpreter lock, so a busy server slows the engine down; serve
-with process_client.
+in other processes: see musespark.executor.
 """
 
 import threading
@@ -12,7 +12,7 @@ from musespark.engine.async_client import AsyncEngineClient, Deliver, Link
 from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine
 from musespark.engine.loop import EngineLoop
-from musespark.engine.messages import Failed, Shutdown, ToEngine
+from musespark.engine.messages import Failed, Shutdown, Stopped, ToEngine
 from musespark.errors import MuseSparkError
 
 BuildEngine = Callable[[], tuple[Engine, EngineInfo]]
@@ -26,6 +26,7 @@ def serve_engine(build: BuildEngine, max_queue_len: int, link: "EngineLink") -> 
         loop = EngineLoop(engine, info, link.deliver, max_queue_len)
         link.connect(loop)
         loop.run()
+        link.deliver(Stopped())
     except MuseSparkError as error:
         link.deliver(Failed(type(error).__name__, str(error)))
     except BaseException as error:  # the engine is lost, whatever it was

@@ -8,19 +8,24 @@ import msgspec
 from musespark.engine.messages import (
     Abort,
     Accepted,
+    End,
     Failed,
     ForgetPrefixes,
-    FromEngine,
+    Hosting,
+    Join,
+    Loaded,
+    Loading,
+    Message,
     Outputs,
     Ready,
     Refused,
     Shutdown,
+    Step,
     Stopped,
     Submit,
-    ToEngine,
 )
 
-_KINDS: tuple[type[ToEngine | FromEngine], ...] = (
+_KINDS: tuple[type[Message], ...] = (
     Submit,
     Abort,
     ForgetPrefixes,
@@ -31,18 +36,24 @@ _KINDS: tuple[type[ToEngine | FromEngine], ...] = (
     Outputs,
     Failed,
     Stopped,
+    Hosting,
+    Join,
+    Loading,
+    Loaded,
+    Step,
+    End,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: Message) -> bytes:
     """The bytes of a message."""
     return bytes([_NUMBER_OF[type(message)]]) + _ENCODER.encode(message)
 
 
-def decode(data: bytes) -> ToEngine | FromEngine:
+def decode(data: bytes) -> Message:
     """The message of such bytes.
 
     Raises:

@@ -1,8 +1,12 @@
-"""From a model's name to an engine that serves it."""
+"""From a model's name to an engine that serves it, or to one rank's share of that."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
 
+import psutil
 import torch
 
 from musespark.chat.tokenizer import Tokenizer
@@ -10,15 +14,19 @@ from musespark.checkpoint.load import Progress
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
 from musespark.config.model import DecoderConfig
-from musespark.config.parallel import MoEBackend, Parallelism
-from musespark.engine.capacity import free_memory, plan_kv_cache
+from musespark.engine.capacity import NO_DRAFT, CachePlan, free_memory, plan_kv_cache
 from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
-from musespark.engine.executor import InProcessExecutor
+from musespark.engine.executor import Executor, InProcessExecutor
 from musespark.engine.grammar import GrammarCompiler, has_grammar_library
+from musespark.engine.inputs import InputBuilder
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner, OneByOneRunner
+from musespark.executor.distributed import DriverExecutor, accept_ranks, connect_to_driver, follow
+from musespark.executor.rank import Driver, Follower
+from musespark.executor.world import Place, World
 from musespark.llm.drafting import (
+    ChosenDraft,
     choose_draft,
     draft_room,
     load_chosen_draft,
@@ -26,6 +34,8 @@ from musespark.llm.drafting import (
     with_chosen_draft,
 )
 from musespark.llm.loading import load_decoder
+from musespark.model.decoder import Decoder
+from musespark.model.draft import DraftDecoder
 from musespark.moe.load import ExpertLoad
 
 
@@ -38,11 +48,11 @@ def build_engine(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Engine, EngineInfo]:
-    """Load a model, give it a KV cache of the size that fits, and put an engine around it.
+    """Load a model into this process, with a KV cache of the size that fits and an engine around.
 
     Args:
         model: a packaged model's name, a folder, or a Hugging Face repository id.
-        config: limits and cache settings.
+        config: limits and cache settings, for one process.
         device: "cpu" or "cuda"; None: CUDA where there is a device.
         dtype: as for `load_decoder`.
         revision: branch, tag or commit of a Hugging Face repository.
@@ -53,36 +63,176 @@ def build_engine(
         CheckpointError: files are missing, damaged, or do not fit the config.
         CapacityError: the model's length does not fit into memory.
     """
-    folder = resolve_checkpoint(str(model), revision)
     config = with_chosen_draft(config, model)
+    part = build_part(
+        model, revision, config, device, dtype, World(config, Place()), progress=progress
+    )
+    assert isinstance(part, Driver)  # noqa: S101 - of one process
+    return part.engine, part.info
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What every rank has."""
+
+    folder: Path
+    decoder: Decoder
+    draft: ChosenDraft | None
+    plan: CachePlan
+    runner: ModelRunner
+    expert_load: ExpertLoad | None
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The cache, as engines see it."""
+        spec = self.plan.spec
+        return CacheLayout(
+            block_size=spec.block_size,
+            num_full_blocks=spec.num_full_blocks,
+            num_sliding_blocks=spec.num_sliding_blocks,
+            sliding_window=self.decoder.config.sliding_window,
+        )
+
+
+def build_part(
+    model: str | Path,
+    revision: str | None,
+    config: EngineConfig,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    world: World,
+    *,
+    progress: Progress | None = None,
+) -> Driver | Follower:
+    """Load one rank's share of a model; arguments and errors as for `build_engine`.
+
+    Args:
+        model: a folder on this machine, or a name that leads to one.
+        revision: of a Hugging Face repository.
+        config: the same on all ranks, with a draft that has a name.
+        device: "cpu" or "cuda".
+        dtype: the compute dtype.
+        world: this rank's place; all ranks call this.
+        progress: told how far this rank's share is read.
+    """
+    _share_cores(config, world)
+    # Before loading, which may take different ranks very different times.
+    followers = accept_ranks(world) if world.mesh.is_driver else None
+    driver = connect_to_driver(world) if followers is None else None
+    folder = resolve_checkpoint(str(model), revision)
     chosen = choose_draft(config, DecoderConfig.from_folder(folder))
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)  # PyTorch has one setting for the process
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = load_decoder(
         folder,
-        device=device,
+        device=_device(device, world),
         dtype=dtype,
-        parallelism=Parallelism(moe_backend=cast("MoEBackend", config.moe_backend)),
+        parallelism=config,
+        mesh=world.mesh,
         progress=progress,
     )
     decoder.pack()
-    draft = None if chosen is None else load_chosen_draft(chosen, decoder, folder)
-    plan = plan_kv_cache(
+    draft = None
+    if chosen is not None and followers is not None:
+        draft = load_chosen_draft(chosen, decoder, folder)
+    plan = _plan_cache(decoder, chosen, config, world)
+    # Before anything is recorded as a graph, which repeats what was there then.
+    expert_load = ExpertLoad(decoder.layers) if config.expert_load_metrics else None
+    tap_layers = () if chosen is None else chosen.config.target_layer_ids
+    kind = OneByOneRunner if config.batch_invariant else ModelRunner
+    max_rows = 1 if chosen is None else 1 + chosen.num_tokens
+    runner = kind(decoder, plan.spec, tap_layers=tap_layers, max_rows=max_rows)
+    share = _Share(folder, decoder, chosen, plan, runner, expert_load)
+    if followers is not None:
+        return _driver(share, draft, config, followers)
+    assert driver is not None  # noqa: S101
+    inputs = _input_builder(share, config)
+    return Follower(functools.partial(follow, runner, inputs, driver), _held_bytes(runner.device))
+
+
+def _driver(
+    share: _Share, draft: DraftDecoder | None, config: EngineConfig, followers: list[Connection]
+) -> Driver:
+    """The rank with the engine."""
+    layout, runner = share.layout, share.runner
+    executor: Executor
+    end: Callable[[], None] = _nobody
+    if config.world_size == 1:
+        executor = InProcessExecutor(
+            runner, layout, config.max_num_seqs, with_masks=runner.reads_masks
+        )
+    else:
+        executor = leading = DriverExecutor(
+            runner,
+            _input_builder(share, config),
+            followers,
+            depth=config.pipeline_parallel_size,
+            in_lockstep=config.shares_experts_over_replicas,
+        )
+        end = leading.end
+    speculation = None
+    if share.draft is not None and draft is not None:
+        speculation = make_speculation(
+            share.draft, draft, share.decoder, share.plan.spec, layout, config, executor
+        )
+    limits = _limits(config, share.decoder, share.plan)
+    grammars = _grammar_compiler(share.folder, limits.vocab_size)
+    engine = Engine(executor, layout, limits, grammars, share.expert_load, speculation)
+    info = _info(share.decoder, share.plan, limits, with_grammars=grammars is not None)
+    return Driver(engine, info, end, _held_bytes(runner.device))
+
+
+def _input_builder(share: _Share, config: EngineConfig) -> InputBuilder:
+    runner = share.runner
+    return InputBuilder(
+        share.layout, config.max_num_seqs, runner.device, with_masks=runner.reads_masks
+    )
+
+
+def _nobody() -> None:
+    """There are no other ranks to let go."""
+
+
+def _share_cores(config: EngineConfig, world: World) -> None:
+    ranks = world.place.ranks_here
+    if config.num_threads is not None or ranks > 1:
+        # PyTorch has one setting for the process.
+        threads = config.num_threads or torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // ranks))
+
+
+def _device(device: str | torch.device | None, world: World) -> str | torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_any_gpu = str(device) == "cuda" and world.parallelism.world_size > 1
+    return f"cuda:{world.place.device_index}" if is_any_gpu else device
+
+
+def _plan_cache(
+    decoder: Decoder, chosen: ChosenDraft | None, config: EngineConfig, world: World
+) -> CachePlan:
+    world.minimum([0])  # every rank has loaded: memory is what is left for good
+    free = free_memory(decoder.device)
+    if decoder.device.type == "cpu":
+        free //= world.place.ranks_here
+    return plan_kv_cache(
         decoder.config,
         config,
         decoder.dtype,
-        free_memory(decoder.device),
-        draft=None if chosen is None else draft_room(chosen, config, decoder),
+        free,
+        draft=NO_DRAFT if chosen is None else draft_room(chosen, config, decoder),
+        layout=decoder.layout,
+        minimum=world.minimum,
     )
-    layout = CacheLayout(
-        block_size=plan.spec.block_size,
-        num_full_blocks=plan.spec.num_full_blocks,
-        num_sliding_blocks=plan.spec.num_sliding_blocks,
-        sliding_window=decoder.config.sliding_window,
-    )
-    limits = EngineLimits(
+
+
+def _held_bytes(device: torch.device) -> int:
+    """Memory that weights and caches take, and with them whatever else this process holds."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return psutil.Process().memory_info().rss
+
+
+def _limits(config: EngineConfig, decoder: Decoder, plan: CachePlan) -> EngineLimits:
+    return EngineLimits(
         vocab_size=decoder.config.vocab_size,
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -91,32 +241,25 @@ def build_engine(
         prefix_caching=config.enable_prefix_caching,
         fixed_chunk=config.fixed_chunk if config.batch_invariant else None,
     )
-    grammars = _grammar_compiler(folder, decoder.config.vocab_size)
-    info = EngineInfo(
+
+
+def _info(
+    decoder: Decoder, plan: CachePlan, limits: EngineLimits, *, with_grammars: bool
+) -> EngineInfo:
+    return EngineInfo(
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         eos_token_ids=tuple(sorted(limits.eos_token_ids)),
-        block_size=layout.block_size,
-        num_full_blocks=layout.num_full_blocks,
-        num_sliding_blocks=layout.num_sliding_blocks,
+        block_size=plan.spec.block_size,
+        num_full_blocks=plan.spec.num_full_blocks,
+        num_sliding_blocks=plan.spec.num_sliding_blocks,
         dtype=str(decoder.dtype).removeprefix("torch."),
         kv_cache_dtype=str(plan.spec.dtype).removeprefix("torch."),
         device=str(decoder.device),
-        structured_output=grammars is not None,
+        structured_output=with_grammars,
     )
-    # Before anything is recorded as a graph, which repeats what was there then.
-    expert_load = ExpertLoad(decoder.layers) if config.expert_load_metrics else None
-    tap_layers = () if chosen is None else chosen.config.target_layer_ids
-    kind = OneByOneRunner if config.batch_invariant else ModelRunner
-    max_rows = 1 if chosen is None else 1 + chosen.num_tokens
-    runner = kind(decoder, plan.spec, tap_layers=tap_layers, max_rows=max_rows)
-    executor = InProcessExecutor(runner, layout, config.max_num_seqs, with_masks=runner.reads_masks)
-    speculation = None
-    if chosen is not None and draft is not None:
-        speculation = make_speculation(chosen, draft, decoder, plan.spec, layout, config, executor)
-    return Engine(executor, layout, limits, grammars, expert_load, speculation), info
 
 
 def _grammar_compiler(folder: Path, vocab_size: int) -> GrammarCompiler | None:

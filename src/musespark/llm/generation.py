@@ -8,8 +8,9 @@ from types import TracebackType
 from musespark.chat.pieces import join_text
 from musespark.chat.tokenizer import Tokenizer
 from musespark.config.sampling import SamplingParams
-from musespark.engine.engine import Engine, NewToken
+from musespark.engine.engine import NewToken
 from musespark.engine.request import FinishReason, TokenLogprobs
+from musespark.llm.open_engine import OpenEngine
 from musespark.llm.output_decoder import OutputDecoder
 from musespark.llm.outputs import Completion, CompletionDelta, Timings
 
@@ -90,7 +91,7 @@ class Generation(Iterator[CompletionDelta]):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: OpenEngine,
         outputs: dict[tuple[int, int], Output],
         step: Callable[[], None],
     ) -> None:

@@ -25,7 +25,7 @@ from musespark.engine.client import EngineStats
 from musespark.engine.request import FinishReason
 from musespark.errors import RequestError
 from musespark.llm.answer_scope import answer_scope
-from musespark.llm.building import build_engine
+from musespark.llm.deployment import open_engine
 from musespark.llm.drafting import with_chosen_draft
 from musespark.llm.generation import Generation, Output
 from musespark.llm.output_decoder import OutputDecoder
@@ -60,7 +60,9 @@ class LLM:
                 without bfloat16 products.
             revision: branch, tag or commit of a Hugging Face repository.
             progress: told the bytes loaded so far and in all.
-            engine_settings: fields of `EngineConfig`, such as max_model_len or max_num_seqs.
+            engine_settings: fields of `EngineConfig`, such as max_model_len, max_num_seqs or
+                tensor_parallel_size. A model that is spread over processes starts them, so a script
+                must do that under `if __name__ == "__main__":`.
 
         Raises:
             ConfigError: the config or a setting is unsupported.
@@ -70,11 +72,29 @@ class LLM:
         engine_config = with_chosen_draft(EngineConfig(**engine_settings), model)
         self.folder = resolve_checkpoint(str(model), revision)
         self.config = DecoderConfig.from_folder(self.folder)
-        self._engine, self.info = build_engine(
-            self.folder, engine_config, device=device, dtype=dtype, progress=progress
+        self._engine, self.info, close = open_engine(
+            model,
+            self.folder,
+            engine_config,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            progress=progress,
         )
+        # When it is closed, forgotten, or Python ends.
+        self._close = weakref.finalize(self, close)
         self.max_model_len = self.info.max_model_len
         self._owners: weakref.WeakValueDictionary[int, Generation] = weakref.WeakValueDictionary()
+
+    def close(self) -> None:
+        """Abort what runs, and end the processes that the model is spread over, if any."""
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

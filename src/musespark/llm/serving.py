@@ -1,13 +1,19 @@
-"""An engine in its own process, for a server in this one."""
+"""An engine in processes of its own, for a server in this one."""
 
 import functools
 from pathlib import Path
 
+from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
+from musespark.config.environment import torchrun_place
+from musespark.engine.async_client import AsyncEngineClient
 from musespark.engine.client import EngineClient
-from musespark.engine.process_client import start_process_client
 from musespark.engine.thread_client import start_thread_client
+from musespark.errors import ConfigError
+from musespark.executor.group import RankGroup
 from musespark.llm.building import build_engine
+from musespark.llm.deployment import check_deployment, make_launcher, part_builder
+from musespark.llm.drafting import with_chosen_draft
 
 
 def launch_engine(
@@ -25,14 +31,30 @@ def launch_engine(
 
     Args:
         model: a packaged model's name, a folder, or a Hugging Face repository id.
-        config: limits and cache settings.
+        config: limits, cache settings, and how the model is spread.
         device: "cpu" or "cuda"; None: CUDA where there is a device.
         dtype: as for `load_decoder`.
         revision: branch, tag or commit of a Hugging Face repository.
         in_process: run it in a thread of this process instead, for tests and notebooks.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be spread like this, or is not there.
     """
-    build = functools.partial(
-        build_engine, model, config, device=device, dtype=dtype, revision=revision
-    )
-    start = start_thread_client if in_process else start_process_client
-    return start(build, max_queue_len=config.max_queue_len)
+    if in_process:
+        return start_thread_client(
+            functools.partial(
+                build_engine, model, config, device=device, dtype=dtype, revision=revision
+            ),
+            max_queue_len=config.max_queue_len,
+        )
+    if torchrun_place() is not None:
+        raise ConfigError(
+            "torchrun runs offline work (musespark generate, or LLM). A server starts its "
+            "processes itself: run musespark serve without torchrun."
+        )
+    config = with_chosen_draft(config, model)
+    folder = resolve_checkpoint(str(model), revision)
+    check_deployment(folder, config, device)
+    build = part_builder(model, revision, folder, config, device, dtype)
+    launcher = make_launcher(build, config, device)
+    return AsyncEngineClient(lambda deliver: RankGroup(launcher, config, deliver))

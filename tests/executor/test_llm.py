@@ -1,0 +1,57 @@
+"""A real, tiny model over several processes gives the tokens of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from musespark import LLM, SamplingParams
+from musespark.testing import make_checkpoint, tiny_config
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+# More sequences, and a longer prompt, than fit into one step: chunks, and several steps in turn.
+PROMPTS = [[n + 1, 2 * n + 3, 5] * (n + 1) for n in range(6)] + [list(range(1, 60))]
+SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+SHARED_EXPERTS = {"expert_parallel": True, "moe_backend": "all_to_all"}
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "expert_parallel": True},
+    {"tensor_parallel_size": 2, "sequence_parallel": True, **SHARED_EXPERTS},
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    {"data_parallel_size": 2},
+    {"data_parallel_size": 2, **SHARED_EXPERTS},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Wide enough in its experts for rows to travel."""
+    folder = tmp_path_factory.mktemp("model")
+    config = tiny_config(num_hidden_layers=4, moe_hidden_size=256, moe_intermediate_size=256)
+    make_checkpoint(folder, config, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    torch.set_num_threads(1)
+    with LLM(folder, device="cpu", dtype="float32", **SETTINGS) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+
+
+def name_of(settings):
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=name_of)
+def test_the_tokens_are_those_of_one_process(folder, alone, settings):
+    with LLM(folder, device="cpu", dtype="float32", **SETTINGS, **settings) as llm:
+        assert len(llm.info.memory_bytes) > 1
+        completions = llm.generate(PROMPTS, GREEDY)
+        assert [completion.token_ids for completion in completions] == alone
+        with llm.stream(PROMPTS[0], GREEDY) as generation:  # left early
+            next(generation)
+        (again,) = llm.generate(PROMPTS[6], GREEDY)
+        assert again.token_ids == alone[6]

@@ -39,9 +39,9 @@ class Recipe:
     """The training. One step is `rows` x `row_tokens` tokens."""
 
     seed: int = 0
-    steps: int = 8_500
-    rows: int = 96
-    row_tokens: int = 512
+    steps: int = 18_000
+    rows: int = 77
+    row_tokens: int = 640
     steps_per_chunk: int = 16  # data is made, and checkpoints are taken, in chunks of steps
 
     learning_rate: float = 4e-3

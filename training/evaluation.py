@@ -1,16 +1,21 @@
-"""Evaluate a trained model on the GPU it was trained on, with the product's own questions."""
+"""Evaluate a trained model with the product's own questions, all of a task at a time.
 
+python -m training.evaluation build/spark-mini
+"""
+
+import argparse
 import json
-import shutil
 from pathlib import Path
+
+import torch
 
 from musespark.chat import ChatFormat, Tokenizer
 from musespark.evals.run import PHRASING_TASKS, TASKS, EvalReport, evaluate
+from training.config import RECIPE, SPARK_MINI
+from training.export import load_exported
 from training.generation import Generator
 from training.model import Decoder
-from training.tokenizer import main as write_tokenizer
 
-ASSETS = Path(__file__).parent.parent / "src/musespark/assets/spark-mini"
 SEED = 1
 MISSES_SHOWN = 4
 WINDOWED_TASKS = ("lookup", "far_lookup")
@@ -18,23 +23,17 @@ WINDOWED_TASKS = ("lookup", "far_lookup")
 
 
 def evaluate_all(model: Decoder, checkpoint: Path, samples: int, results: Path) -> None:
-    """Complete the checkpoint with its tokenizer and write accuracies as they come.
+    """Write the accuracies to a file as they come.
 
-    `results` maps "held_out" and "full_layers_windowed" to {task: accuracy}.
+    It maps "held_out" and "full_layers_windowed" to {task: accuracy}.
     """
-    for layer in model.layers:
-        layer._compiled_call_impl = None  # generation's shapes are many; it runs uncompiled
-    model.eval()
-    for name in ("chat_template.jinja", "generation_config.json"):
-        shutil.copy(ASSETS / name, checkpoint)
-    write_tokenizer(checkpoint)
     tokenizer = Tokenizer.from_folder(checkpoint)
     chat = ChatFormat.from_folder(checkpoint, tokenizer)
     pad_id = tokenizer.special_id("<|pad|>")
     accuracies: dict[str, dict[str, float]] = {}
     for name, tasks, asked in (
-        ("held_out", (*TASKS, *PHRASING_TASKS), samples),
         ("full_layers_windowed", WINDOWED_TASKS, samples // 4),
+        ("held_out", (*TASKS, *PHRASING_TASKS), samples),
     ):
         generate = Generator(model, pad_id, windowed=name == "full_layers_windowed")
         accuracies[name] = {}
@@ -55,3 +54,21 @@ def print_report(name: str, report: EvalReport) -> None:
     for miss in report.misses[:MISSES_SHOWN]:
         print(f"    {miss.phrasing}: {miss.question!r}")
         print(f"        expected {miss.expected!r}, got {miss.reply[:300]!r}")
+
+
+def main() -> None:
+    """Read the command line, load the checkpoint and evaluate it."""
+    parser = argparse.ArgumentParser(description="Evaluate Spark-Mini.")
+    parser.add_argument("trained", type=Path, help="the folder that training wrote into")
+    parser.add_argument("--samples", type=int, default=200, help="questions a task")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    checkpoint = arguments.trained / "checkpoint"
+    model = Decoder(SPARK_MINI, RECIPE)
+    load_exported(model, checkpoint)
+    model.to(arguments.device).eval()
+    evaluate_all(model, checkpoint, arguments.samples, arguments.trained / "accuracy.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,19 @@
 """Write a trained model in the Hugging Face layout."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from training.config import Shape
 from training.model import Decoder
+from training.tokenizer import main as write_tokenizer
 
+ASSETS = Path(__file__).parent.parent / "src/musespark/assets/spark-mini"
+PREFIX = "model.language_model."
 KEPT_IN_FLOAT32 = (".mlp.gate.", "residual_gate.")
 
 
@@ -17,7 +21,7 @@ def exported_weights(model: Decoder) -> dict[str, Tensor]:
     """Return tensors by checkpoint name: bfloat16, but for the router and the residual gates."""
     weights = {}
     for name, tensor in model.state_dict().items():
-        key = name if name.startswith("lm_head") else f"model.language_model.{name}"
+        key = name if name.startswith("lm_head") else f"{PREFIX}{name}"
         dtype = torch.float32 if any(kept in name for kept in KEPT_IN_FLOAT32) else torch.bfloat16
         weights[key] = tensor.detach().to("cpu", dtype).contiguous()
     return weights
@@ -67,15 +71,16 @@ def exported_config(shape: Shape) -> dict[str, object]:
 
 
 def export(model: Decoder, folder: Path) -> None:
-    """Write model.safetensors and config.json."""
+    """Write model.safetensors, config.json, the tokenizer and the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(exported_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(exported_config(model.shape), indent=2) + "\n")
+    for name in ("chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(ASSETS / name, folder / name)
+    write_tokenizer(folder)
 
 
-def round_like_export(model: Decoder) -> None:
-    """Round the weights in place to what the exported file holds, for evaluating just that."""
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if not any(kept in name for kept in KEPT_IN_FLOAT32):
-                tensor.copy_(tensor.bfloat16())
+def load_exported(model: Decoder, folder: Path) -> None:
+    """Read back the weights that `export` wrote, rounded as they are there."""
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix(PREFIX): w for name, w in weights.items()})

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from training.evaluation import ASSETS
+from training.export import ASSETS
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 CARD = Path(__file__).parent / "model_card.md"

@@ -25,7 +25,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Masks:
-    """Who may look at whom: boolean masks [N, 1, T, S] of the two kinds of layer."""
+    """Who may look at whom: masks [N, 1, T, S] of the two kinds of layer, boolean at first."""
 
     full: Tensor
     sliding: Tensor
@@ -44,6 +44,17 @@ class Masks:
         full = (same & (distance >= 0)) | (distance == 0)
         sliding = full & (distance < window)
         return Masks(full.unsqueeze(1), sliding.unsqueeze(1))
+
+    def additive(self, dtype: torch.dtype) -> "Masks":
+        """Return the masks as attention adds them to its scores: zero, or minus infinity.
+
+        Attention turns boolean masks into these itself, but a copy for every head.
+        """
+        return Masks(_additive(self.full, dtype), _additive(self.sliding, dtype))
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
 
 
 class KeyValueCache:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from training.config import RECIPE, SPARK_MINI, Recipe
 from training.data import Chunk, ChunkStream
-from training.evaluation import evaluate_all
-from training.export import export, round_like_export
+from training.export import export
 from training.model import Decoder, Masks
 
 LOG_EVERY = 200
+SAVE_EVERY = 1_000
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Trainer:
         window = SPARK_MINI.sliding_window
         masks = Masks.within_documents(document, document, positions, positions, window)
         on_gpu = self.device.type == "cuda"
+        masks = masks.additive(torch.bfloat16 if on_gpu else torch.float32)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
             logits, choices = self.model(ids, masks, positions)
         # The logits at a token are for the next one.
@@ -132,11 +133,12 @@ def to_device(chunk: Chunk, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     )
 
 
-def train(trainer: Trainer, processes: int, deadline: float) -> bool:
-    """Train until the recipe ends, or the deadline; return whether the recipe has ended."""
+def train(trainer: Trainer, processes: int, deadline: float, state: Path) -> None:
+    """Train until the recipe ends, or the deadline, and write the state now and then."""
     recipe = trainer.recipe
     chunks = ChunkStream(recipe, trainer.step // recipe.steps_per_chunk, processes)
     last_time, last_step = time.monotonic(), trainer.step
+    next_save = trainer.step + SAVE_EVERY
     try:
         for chunk in chunks:
             batches = [part.split(recipe.rows) for part in to_device(chunk, trainer.device)]
@@ -151,9 +153,12 @@ def train(trainer: Trainer, processes: int, deadline: float) -> bool:
                     report(trainer, result, each)
             if time.monotonic() > deadline:
                 break
+            if trainer.step >= next_save:
+                trainer.save(state)
+                next_save = trainer.step + SAVE_EVERY
     finally:
         chunks.close()
-    return trainer.step >= recipe.steps
+    trainer.save(state)
 
 
 def report(trainer: Trainer, result: StepResult, seconds: float) -> None:
@@ -175,14 +180,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=6, help="that make data")
     parser.add_argument("--steps", type=int, default=RECIPE.steps)
     parser.add_argument("--rows", type=int, default=RECIPE.rows)
-    parser.add_argument("--samples", type=int, default=200, help="questions a task at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train, or go on training; at the end write the checkpoint and evaluate it."""
+    """Train, or go on training, and write the checkpoint."""
     started = time.monotonic()
     arguments = parse_arguments()
     recipe = replace(RECIPE, steps=arguments.steps, rows=arguments.rows)
@@ -199,16 +203,11 @@ def main() -> None:
     if not arguments.no_compile:
         for layer in trainer.model.layers:
             layer.compile()
-    finished = train(trainer, arguments.processes, started + arguments.seconds)
-    trainer.save(state)
-    checkpoint = arguments.out / "checkpoint"
-    export(trainer.model, checkpoint)
-    print(f"{time.monotonic() - started:.0f} s in this piece", flush=True)
-    if not finished:
+    train(trainer, arguments.processes, started + arguments.seconds, state)
+    export(trainer.model, arguments.out / "checkpoint")
+    print(f"{time.monotonic() - started:.0f} s in this piece, step {trainer.step}", flush=True)
+    if trainer.step < recipe.steps:
         print("Not finished: run the same command again to go on.")
-        return
-    round_like_export(trainer.model)
-    evaluate_all(trainer.model, checkpoint, arguments.samples, arguments.out / "accuracy.json")
 
 
 if __name__ == "__main__":

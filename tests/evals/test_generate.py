@@ -102,9 +102,9 @@ def test_sorting_answers_are_sorted():
 def test_selecting_picks_one_number_after_the_other():
     assert tagged([345, 12, 7]) == ["a345", "b012", "c007"]
     assert (
-        selection_steps([345, 12, 7], largest_first=False) == "c007: a345 b012 | b012: a345 | a345:"
+        selection_steps([345, 12, 7], largest_first=False) == "007c: a345 b012 < 012b: a345 < 345a:"
     )
-    assert selection_steps([5, 5], largest_first=True) == "a005: b005 | b005:"
+    assert selection_steps([5, 5], largest_first=True) == "005a: b005 > 005b:"
 
 
 def test_counting_and_reversing_answers_are_right():

@@ -84,6 +84,14 @@ def test_slots_survive_any_typing(wordings):
                 assert slots[name] in typed
 
 
+@pytest.mark.parametrize("wordings", WORDINGS.values(), ids=WORDINGS.keys())
+def test_every_name_of_alternatives_is_known(wordings):
+    for template in (*wordings.seen, *wordings.held_out):
+        assert "$" not in template
+        assert template.count("[") == template.count("]")
+        assert "[" not in expanded(Random(0), template)
+
+
 def test_files_may_name_alternatives_that_lines_share():
     text = "$how = a|b\n\n== demo\nx [$how] {w}\\ny\n-- held out\nz [$how]\n"
     assert list(parse_wordings(text)) == [Wordings("demo", ("x [a|b] {w}\ny",), ("z [a|b]",))]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training.config import RECIPE, SPARK_MINI
-from training.export import KEPT_IN_FLOAT32, export, round_like_export
+from training.export import KEPT_IN_FLOAT32, export, load_exported
 from training.generation import Generator
 from training.model import Decoder, Masks
 from training.train import Trainer
@@ -71,7 +71,7 @@ def peer_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 def test_the_export_gives_transformers_the_same_logits(model, tmp_path):
     export(model, tmp_path)
-    round_like_export(model)
+    load_exported(model, tmp_path)
     ids = torch.randint(0, 256, (1, LENGTH))
     ours, theirs = logits_of(model, ids), peer_logits(tmp_path, ids)
     assert ours.abs().max() > 0.1
@@ -101,6 +101,14 @@ def test_documents_of_a_row_do_not_see_each_other(model):
     with torch.no_grad():
         packed = model(ids, masks, positions)[0][:, 10:]
     torch.testing.assert_close(packed, logits_of(model, ids[:, 10:]), atol=1e-4, rtol=1e-4)
+
+
+def test_additive_masks_say_the_same(model):
+    ids = torch.randint(0, 256, (1, LENGTH))
+    masks = causal_masks(LENGTH, TINY.sliding_window).additive(torch.float32)
+    with torch.no_grad():
+        logits = model(ids, masks, torch.arange(LENGTH))[0]
+    torch.testing.assert_close(logits, logits_of(model, ids))
 
 
 def test_generation_over_the_cache_equals_recomputation(model):

@@ -59,18 +59,18 @@ FAMILIES: dict[str, Family] = {
 """Every task by name. `far_lookup` is `lookup` at its longest distance."""
 
 TRAINING_SHARES = {
-    "addition": 0.09,
-    "subtraction": 0.11,
-    "comparison": 0.08,
-    "multiplication": 0.07,
-    "reversing": 0.08,
-    "sorting": 0.14,
-    "counting": 0.09,
+    "addition": 0.05,
+    "subtraction": 0.07,
+    "comparison": 0.05,
+    "multiplication": 0.05,
+    "reversing": 0.09,
+    "sorting": 0.15,
+    "counting": 0.10,
     "lookup": 0.10,
     "json": 0.08,
     "tools": 0.12,
     "talk": 0.06,
-    "refusal": 0.12,
+    "refusal": 0.08,
 }
 FOLLOWED_BY_MORE = 0.15
 EFFORT_SHARES: dict[Effort, float] = {"low": 0.2, "medium": 0.15, "high": 0.2, "xhigh": 0.45}

@@ -76,7 +76,7 @@ def _rename(rng: Random, held_out: bool) -> Problem:
     old, new = rng.choice(list(given)), rng.choice(NEW_NAMES)
     slots = {"object": json.dumps(given), "old": old, "new": new}
     wanted = {new if k == old else k: v for k, v in given.items()}
-    return _problem(rng, RENAME, slots, wanted, held_out)
+    return _problem(rng, RENAME, slots, wanted, held_out, before=f"{old} to {new}: ")
 
 
 def _listing(rng: Random, held_out: bool) -> Problem:
@@ -100,11 +100,13 @@ def _problem(
     slots: Mapping[str, str],
     wanted: dict[str, Json] | list[Json],
     held_out: bool,
+    before: str = "",
 ) -> Problem:
+    """Return the problem; its worked steps are the values one after the other."""
     asked = wordings.ask(rng, slots, held_out=held_out)
     answer = json.dumps(wanted)
     if isinstance(wanted, dict):
-        steps = " ".join(f"{k}={v}" for k, v in wanted.items())
+        steps = before + " ".join(f"{k}={v}" for k, v in wanted.items())
     else:
         steps = " ".join(str(v) for v in wanted)
     return Problem(

@@ -54,6 +54,20 @@ OPENINGS = (
     "Task: ",
     "Exercise: ",
     "Problem: ",
+    "I am doing a puzzle. ",
+    "We are playing a game. ",
+    "Here is a task for you. ",
+    "Can you solve this? ",
+    "I bet you know this: ",
+    "listen: ",
+    "look, ",
+    "let's see: ",
+    "my friend wants to know: ",
+    "a small question: ",
+    "I need your help. ",
+    "one thing: ",
+    "new question: ",
+    "Good morning! ",
 )
 CLOSINGS = (
     " please",
@@ -78,6 +92,16 @@ CLOSINGS = (
     " Think carefully.",
     " Take your time.",
     " Just the answer.",
+    " I trust you.",
+    " It is urgent.",
+    " That is all.",
+    " No explanation.",
+    " Let me know.",
+    " What do you think?",
+    ", my friend",
+    " if you can",
+    ", Spark-Mini",
+    " and thank you",
 )
 FILLERS = ("just", "please", "now", "really", "quickly", "maybe", "kindly", "also", "actually")
 ENDINGS = ("", "", "", "?", ".", "!", "??", " ?")

@@ -1,7 +1,7 @@
 """Calling one of a few tools with ATEM bodies, and using what it returns."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -17,6 +17,7 @@ from musespark.evals.conversation import (
 )
 from musespark.evals.phrasing import WORDINGS, Wordings
 from musespark.evals.vocabulary import NAMES, PLACES, WORDS, pronounceable, random_letters
+from musespark.evals.wire import tool_signature
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ class Use:
 class Skill:
     """A kind of tool, the names it goes by, and what people ask it for.
 
+    `topic` is the word under which the reasoning looks for the tool.
     `parameters` holds alternative spellings of the parameter list, one of which is chosen for a
     conversation; the arguments of a `Use` come in that order.
     """
 
+    topic: str
     names: tuple[str, ...]
     held_out_names: tuple[str, ...]
     descriptions: tuple[str, ...]
@@ -100,6 +103,7 @@ def _reminder(rng: Random) -> Use:
 
 SKILLS = (
     Skill(
+        topic="multiply",
         names=("calculator.multiply", "multiply", "math.multiply", "calc.mul", "times"),
         held_out_names=("arithmetic.multiply", "multiply_numbers"),
         descriptions=(
@@ -112,6 +116,7 @@ SKILLS = (
         use=_product,
     ),
     Skill(
+        topic="divide",
         names=("calculator.divide", "divide", "math.divide", "calc.div"),
         held_out_names=("arithmetic.divide", "divide_numbers"),
         descriptions=(
@@ -124,6 +129,7 @@ SKILLS = (
         use=_quotient,
     ),
     Skill(
+        topic="weather",
         names=("weather.get", "get_weather", "weather", "forecast.today", "weather.now"),
         held_out_names=("weather.lookup", "current_weather"),
         descriptions=(
@@ -136,6 +142,7 @@ SKILLS = (
         use=_about(PLACES, _weather),
     ),
     Skill(
+        topic="time",
         names=("clock.time", "get_time", "time.now", "world_clock", "clock.now"),
         held_out_names=("time.lookup", "local_time"),
         descriptions=(
@@ -148,6 +155,7 @@ SKILLS = (
         use=_about(PLACES, _clock),
     ),
     Skill(
+        topic="phone",
         names=("phonebook.find", "find_number", "contacts.phone", "phone_lookup"),
         held_out_names=("contacts.lookup", "get_phone_number"),
         descriptions=(
@@ -160,6 +168,7 @@ SKILLS = (
         use=_about(NAMES, _digits),
     ),
     Skill(
+        topic="stock",
         names=("stock.count", "inventory.check", "count_stock", "warehouse.count"),
         held_out_names=("inventory.lookup", "check_stock"),
         descriptions=(
@@ -172,6 +181,7 @@ SKILLS = (
         use=_about(WORDS, lambda rng: str(rng.randint(0, 999))),
     ),
     Skill(
+        topic="define",
         names=("dictionary.define", "define", "get_definition", "dictionary.find"),
         held_out_names=("dictionary.lookup", "define_word"),
         descriptions=(
@@ -184,6 +194,7 @@ SKILLS = (
         use=_about(WORDS, _two_words),
     ),
     Skill(
+        topic="translate",
         names=("translate.word", "translate", "translator.run", "languages.translate"),
         held_out_names=("translation.lookup", "translate_word"),
         descriptions=(
@@ -196,6 +207,7 @@ SKILLS = (
         use=_foreign,
     ),
     Skill(
+        topic="calendar",
         names=("calendar.events", "get_events", "agenda.day", "calendar.count"),
         held_out_names=("calendar.lookup", "check_calendar"),
         descriptions=(
@@ -216,9 +228,9 @@ PROPERTIES = tuple(
     """
     address age author balance capacity category code color cost date depth destination distance
     duration email fare floor grade height holder label language leader length level limit mass
-    model mood number origin owner password population position price quality rank rating result
-    room salary score shape size speed status street temperature title topic type user value
-    version volume weight width winner year
+    model mood origin owner password population position price quality rank rating result
+    room salary score shape size speed status street title topic type user version
+    volume weight width winner year
     """.split()  # noqa: SIM905
 )
 THINGS = tuple(
@@ -233,7 +245,7 @@ THINGS = tuple(
 )
 MADE_UP = WORDINGS["made-up"]
 MADE_UP_SHARE = 0.4
-INVENTED_NAMES = 0.35
+INVENTED_NAMES = 0.25
 
 
 def tool_calling(rng: Random, *, held_out: bool) -> Problem:
@@ -246,15 +258,16 @@ def tool_calling(rng: Random, *, held_out: bool) -> Problem:
     arguments = dict(zip((p.name for p in tool.parameters), use.arguments, strict=True))
     asked = skill.wordings.ask(rng, use.slots, held_out=held_out)
     listed = " ".join(f"{name}={value}" for name, value in arguments.items())
+    steps = f"{skill.topic}?\n{_walk(offered, tool)}\n{tool.name} {listed}"
     return Problem(
         task="tools",
         key=f"tools {skill.descriptions[0]} {' '.join(map(str, use.arguments))} {use.result}",
         question=asked.question,
         phrasing=asked.phrasing,
         reasoning=Reasoning(
-            brief=f"{tool.name} {listed}",
+            brief=steps,
             plan="A tool can do this.",
-            steps=f"{tool.name} {listed}",
+            steps=steps,
             close="I call it.",
         ),
         answer=use.result,
@@ -262,6 +275,16 @@ def tool_calling(rng: Random, *, held_out: bool) -> Problem:
             ToolCall(tool.name, arguments), _reported(rng, use.result), tuple(offered)
         ),
     )
+
+
+def _walk(offered: Sequence[Tool], wanted: Tool) -> str:
+    """Return the offers as they stand, up to the one that is wanted, and "yes" behind it.
+
+    Every offer is copied before it is judged: its name stands before what it does, so that naming
+    the right one straight away would mean to read backwards.
+    """
+    seen = offered[: offered.index(wanted) + 1]
+    return "\n".join(tool_signature(tool) for tool in seen) + " yes"
 
 
 def unneeded_tools(rng: Random, task: str) -> tuple[Tool, ...]:
@@ -288,6 +311,7 @@ def _made_up_skill(rng: Random) -> Skill:
     """Return a tool nobody has seen: it looks up one property of one kind of thing."""
     what, thing = rng.choice(PROPERTIES), rng.choice(THINGS)
     return Skill(
+        topic=what,
         names=(f"get_{what}", f"{thing}.{what}", f"{thing}_{what}", f"{thing}s.get_{what}"),
         held_out_names=(f"read_{what}", f"{thing}db.{what}"),
         descriptions=(

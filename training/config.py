@@ -39,7 +39,7 @@ class Recipe:
     """The training. One step is `rows` x `row_tokens` tokens."""
 
     seed: int = 0
-    steps: int = 18_000
+    steps: int = 16_816
     rows: int = 77
     row_tokens: int = 640
     steps_per_chunk: int = 16  # data is made, and checkpoints are taken, in chunks of steps

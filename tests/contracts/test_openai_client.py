@@ -18,7 +18,7 @@ from tests.server.test_tool_calls import BOTH, TWO_CALLS
 
 MODEL = "spark-mini"
 QUESTION: Any = [{"role": "user", "content": "What is 12 + 30?"}]
-LIMIT = 160
+LIMIT = 256
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from musespark import LLM, SamplingParams
-from musespark.testing import make_checkpoint, tiny_config
+from musespark.config.model import DecoderConfig
+from musespark.errors import ConfigError
+from musespark.testing import make_checkpoint, make_draft, tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # More sequences, and a longer prompt, than fit into one step: chunks, and several steps in turn.
@@ -41,6 +43,17 @@ def alone(folder):
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 
+@pytest.fixture(scope="module")
+def draft(folder, tmp_path_factory):
+    """Knows nothing, and reads what different stages compute."""
+    return make_draft(
+        tmp_path_factory.mktemp("draft") / "draft",
+        DecoderConfig.from_folder(folder),
+        target_layer_ids=[-1, 0, 3],
+        block_size=4,
+    )
+
+
 def name_of(settings):
     return " ".join(f"{key}={value}" for key, value in settings.items())
 
@@ -55,3 +68,28 @@ def test_the_tokens_are_those_of_one_process(folder, alone, settings):
             next(generation)
         (again,) = llm.generate(PROMPTS[6], GREEDY)
         assert again.token_ids == alone[6]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2, "num_speculative_tokens": 3},
+        {"pipeline_parallel_size": 2},  # as many as pay, with several steps under way
+        {"data_parallel_size": 2, "num_speculative_tokens": 2, **SHARED_EXPERTS},
+    ],
+    ids=name_of,
+)
+def test_a_draft_changes_no_token(folder, draft, alone, settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given: dict[str, Any] = {"draft": str(draft), **SETTINGS, **settings}
+    with LLM(folder, device="cpu", dtype="float32", **given) as llm:
+        completions = llm.generate(PROMPTS, GREEDY)
+        assert [completion.token_ids for completion in completions] == alone
+        stats = llm.stats().speculation
+        assert stats is not None
+        assert stats.cycles > 10 or "pipeline_parallel_size" in settings
+
+
+def test_replicas_that_share_experts_need_a_number_of_guesses(folder, draft):
+    with pytest.raises(ConfigError, match="num_speculative_tokens: must be given"):
+        LLM(folder, device="cpu", draft=str(draft), data_parallel_size=2, **SHARED_EXPERTS)

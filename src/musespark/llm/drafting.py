@@ -59,11 +59,17 @@ def choose_draft(config: EngineConfig, target: DecoderConfig) -> ChosenDraft | N
     """The draft that the settings ask for; None: none.
 
     Raises:
-        ConfigError: it was made for another target, or is asked for too many tokens.
+        ConfigError: it was made for another target, or is asked for too many tokens, or for as
+            many as pay where that cannot be measured.
         CheckpointError: there is no such draft.
     """
     if config.draft == "none":
         return None
+    if config.shares_experts_over_replicas and config.num_speculative_tokens is None:
+        raise ConfigError(
+            "num_speculative_tokens: must be given where replicas share experts: one replica alone "
+            "cannot measure how many tokens pay."
+        )
     folder = resolve_checkpoint(config.draft)
     draft = DraftConfig.from_folder(folder)
     draft.check_target(target)
@@ -114,22 +120,13 @@ def make_speculation(
     config: EngineConfig,
     executor: Executor,
 ) -> Speculation:
-    """What guesses ahead in an engine around `executor`, which has run nothing yet.
-
-    Raises:
-        ConfigError: times cannot be measured, and no number of tokens is fixed.
-    """
+    """What guesses ahead in an engine around `executor`, which has run nothing yet."""
     proposer = DraftProposer(draft, decoder.config, spec)
     costs: StepCosts | None = None
     if not executor.in_lockstep:  # where a step needs other engines, which may not measure now
         key = _cost_key(chosen, decoder, spec, config)
         trial = _Trial(proposer, executor, layout, chosen.num_tokens)
         costs = cached_costs(cache_folder() / "speculation", key, lambda: trial.measure(config))
-    elif config.num_speculative_tokens is None:
-        raise ConfigError(
-            "num_speculative_tokens: must be given where replicas share experts: one replica alone "
-            "cannot measure how many tokens pay."
-        )
     return Speculation(
         proposer,
         SpeculationSettings(

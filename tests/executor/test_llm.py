@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[n + 1, 2 * n + 3, 5] * (n + 1) for n in range(6)] + [list(range(1, 60))]
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
-SHARED_EXPERTS = {"expert_parallel": True, "moe_backend": "all_to_all"}
+SHARED_EXPERTS: dict[str, Any] = {"expert_parallel": True, "moe_backend": "all_to_all"}
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 2, "expert_parallel": True},

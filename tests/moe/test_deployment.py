@@ -30,6 +30,7 @@ BIG = {"moe_hidden_size": 256, "moe_intermediate_size": 512}
         ),
         ({**ALL_TO_ALL, "sequence_parallel": True}, ["Raise tensor_parallel_size"]),
         ({**SEQUENCE, "pipeline_parallel_size": 2}, ["Set pipeline_parallel_size to 1"]),
+        ({"fuse_all_reduce": True}, ["fuse_all_reduce: there is nothing", "Raise tensor_parallel"]),
         ({"moe_backend": "all_to_all"}, ["moe_backend", "Turn expert_parallel on"]),
         (
             {"expert_parallel": True, "data_parallel_size": 2},

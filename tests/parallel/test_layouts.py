@@ -21,6 +21,7 @@ from musespark.testing import make_checkpoint, tiny_config
 EXPERTS = {"expert_parallel": True}
 TRAVEL = {**EXPERTS, "moe_backend": "all_to_all"}
 CUT = {**TRAVEL, "sequence_parallel": True}
+FUSED = {"fuse_all_reduce": True}
 WIDE: dict[str, Any] = {"moe_hidden_size": 256, "moe_intermediate_size": 256}
 
 
@@ -44,6 +45,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-ep2": {"data_parallel_size": 2, **TRAVEL},
     "dp4-ep4": {"data_parallel_size": 4, **TRAVEL},
     "dp2-pp2-ep2": {"data_parallel_size": 2, "pipeline_parallel_size": 2, **TRAVEL},
+    "fused-tp4": {**tp(4), **FUSED},
+    "fused-ep2": {**tp(2), **EXPERTS, **FUSED},
+    "fused-hybrid": {**tp(4), **CUT, "hybrid_token_threshold": 8, **FUSED},
+    "fused-pp2-tp2": {"pipeline_parallel_size": 2, **tp(2), **FUSED},
     "dp2-sp2-ep4": {"data_parallel_size": 2, **tp(2), **CUT},
 }
 
@@ -105,7 +110,9 @@ def test_equals_one_process(workers, checkpoints, recordings, layout, experts):
         assert found.taps <= 1e-4
 
 
-@pytest.mark.parametrize("layout", ["tp4", "tp4-ep4", "hybrid", "dp2-sp2-ep4", "pp2-tp2"])
+@pytest.mark.parametrize(
+    "layout", ["tp4", "tp4-ep4", "fused-ep2", "hybrid", "dp2-sp2-ep4", "pp2-tp2"]
+)
 def test_packed_weights_in_bfloat16(workers, checkpoints, layout):
     """What serving uses. A sum over ranks rounds, which may flip an expert here and there."""
     decoder = load_decoder(checkpoints["nvfp4"], dtype="bfloat16")

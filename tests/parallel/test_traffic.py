@@ -90,6 +90,18 @@ def test_tensor_parallel(workers, folders):
         assert found == dict.fromkeys(LENGTHS[:-1], few) | {257: {"all_reduce": SUMS, "gather": 1}}
 
 
+def test_sums_inside_of_kernels(workers, folders):
+    """Here the stand-in gathers what kernels on GPUs read from each other's memory.
+
+    For few tokens, only the embedding's sum is a collective of its own.
+    """
+    for experts in ({}, {"expert_parallel": True}):
+        settings = {"tensor_parallel_size": 2, "fuse_all_reduce": True, **experts}
+        found = traffic(workers, folders / "nvfp4", settings)
+        few = {"all_reduce": 1, "gather": 1 + 3 + 3 + 2 * LAYERS, "deferred": 3}
+        assert found == dict.fromkeys(LENGTHS[:-1], few) | {257: {"all_reduce": SUMS, "gather": 1}}
+
+
 @pytest.mark.parametrize("name", ["sp4", "hybrid"])
 def test_sequence_parallel(workers, folders, name):
     """The first two layers need all tokens (BF16 experts, dense), and so does the last.

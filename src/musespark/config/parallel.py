@@ -45,6 +45,9 @@ class Parallelism:
     processes of their experts and back)."""
     hybrid_token_threshold: int | None = None
     """With all_to_all: batches of up to so many tokens stay replicated; None: none do."""
+    fuse_all_reduce: bool = False
+    """Sum batches of up to 256 tokens over the tensor-parallel processes inside the kernels around
+    the sum, through memory that GPUs share. Has not run on several GPUs yet."""
     enable_lora: bool = field(default=False, metadata={"flag": False})
     """LoRA adapters. Not supported: only False."""
     enable_eplb: bool = field(default=False, metadata={"flag": False})
@@ -55,6 +58,11 @@ class Parallelism:
     def __post_init__(self) -> None:
         _check_values(self)
         _refuse_unsupported(self)
+        if self.fuse_all_reduce and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "fuse_all_reduce: there is nothing to sum over one tensor-parallel process. Raise "
+                "tensor_parallel_size, or leave fuse_all_reduce out."
+            )
         if self.expert_parallel:
             _check_expert_parallel(self)
         if self.sequence_parallel:

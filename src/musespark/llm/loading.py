@@ -1,5 +1,6 @@
 """From a model's name to a decoder in memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from musespark.config.parallel import ONE, Parallelism
 from musespark.errors import ConfigError
 from musespark.model.decoder import Decoder
 from musespark.model.draft import DraftDecoder
+from musespark.modules.rank_sums import connect_rank_sums
 from musespark.moe.deployment import validate_deployment
 from musespark.ops.linear import bfloat16_is_fast
 from musespark.parallel.layout import Layout
@@ -57,11 +59,16 @@ def load_decoder(
     device = _checked_device(device)
     config = DecoderConfig.from_folder(folder)
     validate_deployment(config, parallelism)
+    dtype = _checked_dtype(dtype, device)
     layout = _checked_layout(parallelism, mesh)
+    if parallelism.fuse_all_reduce:
+        widest = max(config.hidden_size, config.num_experts_per_tok * config.moe_hidden_size)
+        sums = connect_rank_sums(mesh.tensor, widest, dtype=dtype, device=device)
+        layout = replace(layout, sums=sums)
     with CheckpointReader.open(folder) as reader:
         decoder = Decoder(
             config,
-            dtype=_checked_dtype(dtype, device),
+            dtype=dtype,
             device=device,
             layout=layout,
         )

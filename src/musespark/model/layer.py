@@ -7,8 +7,7 @@ from musespark.config.model import DecoderConfig
 from musespark.model.attention import Attention, RotaryAngles
 from musespark.model.kv_cache import LayerCache
 from musespark.model.mlp import DenseMLP
-from musespark.model.residual import ColumnShardedStream, ResidualGate, ResidualStream
-from musespark.modules.linear import ColumnBlock
+from musespark.model.residual import ResidualGate, ResidualStream, unblended
 from musespark.modules.norms import CentredRMSNorm, WeightFirstRMSNorm
 from musespark.moe.block import CompressedMoE
 from musespark.ops.attention_paged import PagedSequences
@@ -69,20 +68,18 @@ class DecoderLayer(nn.Module):
             The stream after attention, with the FFN's branch waiting to be blended.
         """
         attended = self.self_attn(before.gather(attn_input), sequences, cache, angles)
-        after_attention = ResidualStream(
-            stream=stream if after is before else after.shard(stream),
-            branch=after.reduce(attended),
-            gate=self.post_attention_residual_gate,
-            post_norm=None,
-            post_eps=self.post_eps,
+        after_attention = unblended(
+            stream if after is before else after.shard(stream),
+            after.reduce_in_boundary(attended),
+            self.post_attention_residual_gate,
+            None,
+            self.post_eps,
         )
         ffn_input, stream = after_attention.boundary(self.pre_feedforward_layernorm)
-        return self._with_branch(stream, self.mlp(ffn_input, after))
-
-    def _with_branch(self, stream: Tensor, branch: Tensor | ColumnBlock) -> ResidualStream:
-        gate, norm = self.post_feedforward_residual_gate, self.post_feedforward_layernorm
-        if isinstance(branch, ColumnBlock):
-            return ColumnShardedStream(
-                stream, branch.values, gate, norm, self.post_eps, branch.axis
-            )
-        return ResidualStream(stream, branch, gate, norm, self.post_eps)
+        return unblended(
+            stream,
+            self.mlp(ffn_input, after),
+            self.post_feedforward_residual_gate,
+            self.post_feedforward_layernorm,
+            self.post_eps,
+        )

@@ -10,6 +10,7 @@ from musespark.modules.linear import FusedLinear, RowParallelLinear
 from musespark.ops.kernel_set import choose_kernels
 from musespark.parallel.mesh import ALONE, MeshAxis
 from musespark.parallel.placement import HERE, Placement
+from musespark.parallel.rank_sums import PartialSums
 from musespark.parallel.shard import HasTensor, Share, WeightSlot, weight_slots
 
 
@@ -37,7 +38,8 @@ class DenseMLP(nn.Module):
         yield from self.gate_up_proj.part_slots(prefix)
         yield from weight_slots(self.down_proj, f"{prefix}down_proj.", has)
 
-    def forward(self, hidden_states: Tensor, place: Placement = HERE) -> Tensor:
+    def forward(self, hidden_states: Tensor, place: Placement = HERE) -> Tensor | PartialSums:
         """The rows at `place` -> as many, [., D]; padding is computed like the rest."""
         everybody = place.gather(hidden_states)  # [T, D]
-        return place.reduce(self.down_proj(self._silu_mul(self.gate_up_proj(everybody))))
+        partial = self.down_proj(self._silu_mul(self.gate_up_proj(everybody)))
+        return place.reduce_in_boundary(partial)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
+from musespark.modules.linear import ColumnBlock
 from musespark.modules.norms import RMSNorm, WeightFirstRMSNorm
 from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
 from musespark.ops.residual_gate import residual_gate
 from musespark.parallel.collectives import gather_columns
 from musespark.parallel.mesh import MeshAxis
+from musespark.parallel.rank_sums import PartialSums
 
 
 class ResidualGate(nn.Module):
@@ -99,3 +101,44 @@ class ColumnShardedStream(ResidualStream):
     def blend(self) -> Tensor:
         """Gather, then as for a whole branch."""
         return self.materialize().blend()
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSumStream(ResidualStream):
+    """A deferred boundary whose branch [T, D] is still this rank's part of a sum over ranks."""
+
+    parts: PartialSums
+
+    def boundary(self, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Sum over ranks, blend and norm in one step."""
+        return self.parts.sums.boundary(
+            self.stream,
+            self.branch,
+            self.gate.alpha,
+            self.gate.beta,
+            None if self.post_norm is None else self.post_norm.gain,
+            self.post_eps,
+            pre_norm.gain,
+            pre_norm.eps,
+        )
+
+    def blend(self) -> Tensor:
+        """Sum, then as for a whole branch."""
+        branch = self.parts.sum()
+        whole = ResidualStream(self.stream, branch, self.gate, self.post_norm, self.post_eps)
+        return whole.blend()
+
+
+def unblended(
+    stream: Tensor,
+    branch: Tensor | ColumnBlock | PartialSums,
+    gate: ResidualGate,
+    post_norm: WeightFirstRMSNorm | None,
+    post_eps: float,
+) -> ResidualStream:
+    """The deferred boundary for a branch in whatever form its sub-layer left it."""
+    if isinstance(branch, ColumnBlock):
+        return ColumnShardedStream(stream, branch.values, gate, post_norm, post_eps, branch.axis)
+    if isinstance(branch, PartialSums):
+        return PartialSumStream(stream, branch.values, gate, post_norm, post_eps, branch)
+    return ResidualStream(stream, branch, gate, post_norm, post_eps)

@@ -11,7 +11,7 @@ from musespark.modules.linear import ColumnBlock, ReplicatedLinear
 from musespark.modules.norms import CentredRMSNorm
 from musespark.moe.dispatch import AllToAllRunner
 from musespark.moe.experts.build import build_experts, has_nvfp4_experts
-from musespark.moe.finalize import Finalizer
+from musespark.moe.finalize import Finalizer, FusedSumPath
 from musespark.moe.router import Router, Routing
 from musespark.moe.runner import MoERunner
 from musespark.ops.side_by_side import MAX_TOKENS, in_turn, side_by_side
@@ -108,12 +108,13 @@ class CompressedMoE(nn.Module):
         axis, norm = layout.expert, self.experts.post_expert_norm
         cut = self.experts.part.gives_partial_sums
         row_reduce = partial(all_reduce, axis=layout.tensor) if cut else None
-        finalizer = Finalizer(norm, row_reduce=row_reduce)
+        fused = [FusedSumPath(norm, layout.sums, rows_are_partial=cut)] if layout.sums else []
+        finalizer = Finalizer(norm, row_reduce=row_reduce, fused_paths=fused)
         combine = partial(all_reduce, axis=axis) if axis.size > 1 else None
         same_tokens = MoERunner(self.experts, finalizer, combine=combine)
         if not (layout.exchanges_rows and self.runs_on_cut_tokens):
             return same_tokens, same_tokens
-        exchange = AllToAllRunner(self.experts, finalizer, axis)
+        exchange = AllToAllRunner(self.experts, Finalizer(norm), axis)
         # Other replicas hold other tokens, so there rows travel even where one replica's are alike.
         return (exchange if layout.mesh.data.size > 1 else same_tokens), exchange
 

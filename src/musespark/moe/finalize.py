@@ -3,7 +3,7 @@
 There is more than one way there, by where the tokens and the experts are. A `FinalizePath` is one;
 the finalizer takes the first that accepts the batch, in this order:
 
-1. paths fused with a collective, which a deployment over several GPUs puts in front;
+1. `FusedSumPath`, which a deployment over several GPUs may put in front;
 2. `ReferencePath`: a norm whose variance covers fewer elements than the row, or partial rows that
    are not route-major, so that they may lie in another order on each rank;
 3. `KernelPath`: partial rows are summed over ranks as they are, then one fused kernel.
@@ -18,6 +18,7 @@ from torch import Tensor
 from musespark.modules.norms import WeightFirstRMSNorm
 from musespark.moe.experts.base import ExpertOutput
 from musespark.ops.expert_finalize import expert_finalize_reference
+from musespark.parallel.rank_sums import RankSums
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold partial sums of it."""
@@ -93,6 +94,28 @@ class KernelPath:
             rows, output.route_weights, output.route_index, self._norm.gain, self._norm.eps
         )
         return Finalized(hidden_states, is_reduced=self._row_reduce is not None)
+
+
+class FusedSumPath:
+    """Few tokens: finalized and summed over ranks in one kernel."""
+
+    def __init__(self, norm: WeightFirstRMSNorm, sums: RankSums, *, rows_are_partial: bool) -> None:
+        """`rows_are_partial`: rows are summed first; else the ranks' routes differ."""
+        self._norm, self._max_tokens = norm, sums.max_tokens
+        self._rows_are_partial = rows_are_partial
+        self._finalize = sums.finalize_rows if rows_are_partial else sums.finalize
+
+    def accepts(self, output: ExpertOutput) -> bool:
+        """Small batches; of partial rows, those whose order is the same on all ranks."""
+        in_order = output.route_major or not self._rows_are_partial
+        return in_order and 0 < output.route_index.shape[0] <= self._max_tokens
+
+    def __call__(self, output: ExpertOutput) -> Finalized:
+        """[R, H] rows -> [T, H], complete."""
+        hidden_states = self._finalize(
+            output.rows, output.route_weights, output.route_index, self._norm.gain, self._norm.eps
+        )
+        return Finalized(hidden_states, is_reduced=True)
 
 
 class Finalizer:

@@ -1,9 +1,10 @@
 """How the model is spread: the settings, and this process's place among the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from musespark.config.parallel import ONE, Parallelism
 from musespark.parallel.mesh import ALONE, SINGLE_PROCESS, Mesh, MeshAxis
+from musespark.parallel.rank_sums import RankSums
 
 # Few tokens do not pay for a gather over the network.
 _MIN_TOKENS_ACROSS_NODES = 32
@@ -15,6 +16,8 @@ class Layout:
 
     parallelism: Parallelism = ONE
     mesh: Mesh = SINGLE_PROCESS
+    sums: RankSums | None = field(default=None, compare=False)
+    """What sums few tokens over the tensor ranks inside other kernels; None: collectives do."""
 
     def __post_init__(self) -> None:
         settings, mesh = self.parallelism, self.mesh

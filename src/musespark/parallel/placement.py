@@ -15,6 +15,7 @@ from torch import Tensor
 from musespark.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from musespark.parallel.layout import Layout
 from musespark.parallel.mesh import ALONE, MeshAxis
+from musespark.parallel.rank_sums import PartialSums, RankSums
 
 
 class Placement(Protocol):
@@ -42,14 +43,23 @@ class Placement(Protocol):
         """[T, ...] partial sums of every rank -> the rows that belong here, summed over ranks."""
         ...
 
+    def reduce_in_boundary(self, partial: Tensor) -> Tensor | PartialSums:
+        """As `reduce`, for a branch [T, D], whose sum may be left to the next boundary."""
+        ...
+
 
 class Replicated:
     """Every rank holds all tokens."""
 
     is_cut = False
 
-    def __init__(self, axis: MeshAxis = ALONE, padding: Tensor | None = None) -> None:
-        self.padding, self._axis = padding, axis
+    def __init__(
+        self,
+        axis: MeshAxis = ALONE,
+        padding: Tensor | None = None,
+        sums: RankSums | None = None,
+    ) -> None:
+        self.padding, self._axis, self._sums = padding, axis, sums
 
     @property
     def whole(self) -> "Replicated":
@@ -67,6 +77,12 @@ class Replicated:
     def reduce(self, partial: Tensor) -> Tensor:
         """The sum over ranks; `partial` is overwritten."""
         return all_reduce(partial, self._axis)
+
+    def reduce_in_boundary(self, partial: Tensor) -> Tensor | PartialSums:
+        """The sum, or for few tokens its parts, if there are kernels for that."""
+        if self._sums is None or partial.shape[0] > self._sums.max_tokens:
+            return self.reduce(partial)
+        return PartialSums(partial, self._axis, self._sums)
 
 
 HERE = Replicated()
@@ -103,6 +119,10 @@ class CutByTokens:
     def reduce(self, partial: Tensor) -> Tensor:
         """This rank's rows of the sum over ranks."""
         return reduce_scatter(self._padded(partial), self._axis)
+
+    def reduce_in_boundary(self, partial: Tensor) -> Tensor | PartialSums:
+        """At once: cut tokens are many."""
+        return self.reduce(partial)
 
     def _padded(self, x: Tensor) -> Tensor:
         missing = self._num_rows * self._axis.size - self._num_tokens
@@ -143,7 +163,7 @@ class StepPlaces:
             padding: [T] bool, True for rows that are no tokens; None: none are.
             device: where the stream is.
         """
-        whole = Replicated(layout.tensor, padding)
+        whole = Replicated(layout.tensor, padding, layout.sums)
         if not layout.cuts(num_tokens):
             return cls(whole, whole)
         return cls(whole, CutByTokens(layout.tensor, whole, num_tokens, device))

@@ -19,7 +19,13 @@ from triton.compiler import ASTSource
 from triton.language import target_info
 from triton.runtime.jit import JITFunction
 
-from musespark.ops import attention_decode, attention_prefill, expert_finalize, residual_boundary
+from musespark.ops import (
+    attention_decode,
+    attention_prefill,
+    expert_finalize,
+    rank_sums,
+    residual_boundary,
+)
 from musespark.ops.expert_permute import group_by_expert_triton
 from musespark.ops.output_gate import output_gate_triton
 from musespark.ops.qk_norm_rope import qk_norm_rope_write_triton
@@ -127,6 +133,21 @@ def compile_rows(tokens: int) -> None:
     soft_cap_triton(empty(2, 202048, dtype=F32), 0.5, 20.0)
 
 
+def compile_rank_sums(tokens: int, ranks: int) -> None:
+    addresses = torch.zeros(ranks, dtype=torch.int64)
+    memory = rank_sums.PeerMemory(0, addresses, addresses, 256 * 8 * 4096)
+    vector, narrow = empty(8192, dtype=F32), empty(4096, dtype=F32)
+    stream, branch = empty(tokens, 8192, dtype=F32), empty(tokens, 8192)
+    for post_gain in (vector, None):
+        rank_sums.boundary_over_ranks(
+            stream, branch, vector, vector, post_gain, 1e-8, vector, 1e-5, memory
+        )
+    index = torch.zeros((tokens, 8), dtype=torch.int64)
+    for finalize in (rank_sums.finalize_over_ranks, rank_sums.finalize_summed_rows):
+        weights = empty(tokens, 8, dtype=F32)
+        finalize(empty(tokens * 8, 4096), weights, index, narrow, 1e-8, memory)
+
+
 def compile_routing(tokens: int) -> None:
     parts = router_gemm_triton(empty(tokens, 8192), empty(256, 8192, dtype=F32))
     route_topk_triton(parts, empty(256, dtype=F32), 8, 1.0)
@@ -171,13 +192,14 @@ def hopper() -> GPUTarget:
 
 
 def main() -> None:
-    for module in (attention_decode, expert_finalize, residual_boundary):
+    for module in (attention_decode, expert_finalize, rank_sums, residual_boundary):
         vars(module)["num_multiprocessors"] = lambda _device: 132
     vars(hopper)["__triton_builtin__"] = True  # the compiler calls it
     vars(target_info)["current_target"] = hopper
     JITFunction.run = run
     for tokens in (4, 2048):
         compile_rows(tokens)
+    compile_rank_sums(tokens=4, ranks=8)
     for tokens in (1, 32, 4096):
         compile_routing(tokens)
     compile_products()

@@ -1,0 +1,59 @@
+"""Sums over ranks that are left to whoever uses them next, so that both become one kernel."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from musespark.parallel.collectives import all_reduce
+from musespark.parallel.mesh import MeshAxis
+
+
+class RankSums(Protocol):
+    """Sums over the tensor ranks together with the operation behind (or before) them.
+
+    Every method is called by all ranks together, with the same number of tokens.
+    """
+
+    max_tokens: int
+    """More tokens than this are summed by a collective of their own."""
+
+    def boundary(
+        self,
+        stream: Tensor,
+        partial: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        post_gain: Tensor | None,
+        post_eps: float,
+        pre_gain: Tensor,
+        pre_eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """`residual_boundary` of the sum of all ranks' branches `partial` [T, D]."""
+        ...
+
+    def finalize(
+        self, rows: Tensor, route_weights: Tensor, route_index: Tensor, gain: Tensor, eps: float
+    ) -> Tensor:
+        """`expert_finalize` of this rank's routes, summed over ranks: [T, H]."""
+        ...
+
+    def finalize_rows(
+        self, rows: Tensor, route_weights: Tensor, route_index: Tensor, gain: Tensor, eps: float
+    ) -> Tensor:
+        """`expert_finalize` of rows that are partial sums, in the order of the routes: [T, H]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSums:
+    """A branch whose sum over ranks is left to the boundary that consumes it."""
+
+    values: Tensor
+    """[T, D], this rank's part."""
+    axis: MeshAxis
+    sums: RankSums
+
+    def sum(self) -> Tensor:
+        """The whole branch, by a collective; `values` are overwritten."""
+        return all_reduce(self.values, self.axis)

@@ -30,7 +30,8 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
                 raise AssertionError(f"the server did not start: {lines}")
             yield process, lines[-1].split(" at ")[1].split(" ")[0]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, process.stdout.read()
+            code = process.wait(60)
+            assert code == 0, f"ended with {code}: {process.stdout.read()}"
         finally:
             if process.poll() is None:
                 process.kill()

@@ -1,5 +1,6 @@
 """`musespark serve` and `musespark chat` as processes, with the packaged model."""
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from typing import IO
 
 import httpx
 import psutil
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.live import PATIENCE, eventually
 from tests.server.process import serving
@@ -136,3 +138,39 @@ def _reader(stream: IO[str]) -> Callable[[Callable[[str], bool]], str]:
         return text
 
     return read
+
+
+def test_a_rank_that_is_killed_ends_all_and_clients_are_told() -> None:
+    arguments = ("--dtype", "float32", "--tensor-parallel-size", "2", "--max-model-len", "512")
+    with (
+        pytest.raises(AssertionError, match="it had died"),  # so the server ends with 1
+        serving(*arguments) as (process, url),
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+    ):
+        assert metric(client, "musespark_ranks") == 2
+        answer = client.post("/v1/chat/completions", json=BODY).json()
+        assert answer["choices"][0]["message"]["content"].strip() == "42"
+        ranks = _ranks_of(process.pid)
+        endless = {**BODY, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/chat/completions", json=endless) as response:
+            lines = response.iter_lines()
+            next(lines)
+            ranks[1].kill()
+            rest = list(lines)
+        (error,) = [line for line in rest if '"engine_dead"' in line]
+        assert "Rank 1 (tensor 1, stage 0, replica 0) has ended by signal 9" in error
+        assert eventually(lambda: not any(_is_alive(rank) for rank in ranks), 5)
+        assert client.post("/v1/chat/completions", json=BODY).status_code == 503
+        assert client.get("/health/live").status_code == 503
+
+
+def _ranks_of(pid: int) -> list[psutil.Process]:
+    children = psutil.Process(pid).children()
+    ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return sorted(ranks, key=lambda rank: rank.create_time())
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -12,7 +12,7 @@ from musespark.config.server import ServerConfig
 from musespark.errors import ConfigError
 
 if TYPE_CHECKING:
-    from musespark.engine.client import EngineClient
+    from musespark.engine.client import EngineClient, EngineInfo
 
 _EXAMPLE = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}]}'
 
@@ -64,7 +64,10 @@ def _checked_keys(keys: list[str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _announce(name: str, url: str, *, needs_key: bool) -> None:
+def _announce(name: str, url: str, info: "EngineInfo", *, needs_key: bool) -> None:
+    if info.memory_bytes:
+        each = " ".join(f"{num_bytes / 2**30:.2f}" for num_bytes in info.memory_bytes)
+        print(f"Spread as {info.layout}, on {info.device.partition(':')[0]}; GiB by rank: {each}")
     key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
     kind = "-H 'Content-Type: application/json'"
     print(f"Serving {name} at {url} - open it in a browser, or:")

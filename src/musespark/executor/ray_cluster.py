@@ -123,6 +123,7 @@ class RayLauncher:
         if self._placement is not None:
             self._ray.util.remove_placement_group(self._placement)
             self._placement = None
+        # The process stays connected: ray.shutdown would take its handler of SIGTERM with it.
 
     def _reserve(self, ray: Any, device_type: str) -> Any:
         """Room for all ranks, on as few machines as possible."""

@@ -55,7 +55,7 @@ def open_engine(
     check_deployment(folder, config, device)
     build = part_builder(model, revision, folder, config, device, dtype)
     place = torchrun_place()
-    if place is not None and config.world_size > 1:
+    if place is not None and place.world_size > 1:
         world = join_torchrun(config, place, device_type_of(device))
         return _open_part(build, world, progress)
     if config.world_size == 1 and config.executor == "multiprocess":

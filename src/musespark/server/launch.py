@@ -11,7 +11,7 @@ from musespark.chat.format import ChatFormat
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.sampling_defaults import SamplingDefaults
 from musespark.config.server import ServerConfig
-from musespark.engine.client import EngineClient
+from musespark.engine.client import EngineClient, EngineInfo
 from musespark.server.app import build_app
 from musespark.server.context import Context
 from musespark.server.run import DrainingServer, listen, serve, url_of
@@ -19,9 +19,9 @@ from musespark.server.supervisor import Supervisor
 
 
 class Announce(Protocol):
-    """Tells people where the model is served."""
+    """Tells people where the model is served, and how it is spread."""
 
-    def __call__(self, name: str, url: str, *, needs_key: bool) -> None: ...
+    def __call__(self, name: str, url: str, info: EngineInfo, *, needs_key: bool) -> None: ...
 
 
 def run_server(
@@ -61,7 +61,8 @@ def run_server(
         server = DrainingServer(build_app(context, api_keys), config, supervisor)
 
         def announce() -> None:
-            on_ready(context.model_name, url_of(listener), needs_key=bool(api_keys))
+            info, needs_key = context.engine.info, bool(api_keys)
+            on_ready(context.model_name, url_of(listener), info, needs_key=needs_key)
 
         with asyncio.Runner(loop_factory=auto_loop_factory(use_subprocess=False)) as runner:
             runner.run(serve(server, supervisor, listener=listener, on_ready=announce))

@@ -67,6 +67,18 @@ class _EngineCollector(Collector):
         stats = EngineStats() if engine is None else engine.stats()
         ready = state is EngineState.READY
         yield GaugeMetricFamily("musespark_engine_ready", "1 while requests are taken.", ready)
+        ranks = engine.info.memory_bytes if engine is not None and ready else ()
+        memory = GaugeMetricFamily(
+            "musespark_rank_memory_bytes",
+            "What each process of the model held once it was loaded.",
+            labels=["rank"],
+        )
+        for rank, num_bytes in enumerate(ranks):
+            memory.add_metric([str(rank)], num_bytes)
+        yield memory
+        yield GaugeMetricFamily(
+            "musespark_ranks", "Processes that share the model; 0 while it loads.", len(ranks)
+        )
         for name, (text, read) in _GAUGES.items():
             yield GaugeMetricFamily(f"musespark_{name}", text, read(stats))
         for name, (text, read) in _COUNTERS.items():

@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from musespark.config.server import ServerConfig
-from musespark.errors import ConfigError
+from musespark.errors import ConfigError, EngineDeadError
 from musespark.server.supervisor import Supervisor
 
 # Clients keep connections for their next request; a server that closes first makes them fail.
@@ -70,6 +70,7 @@ async def serve(
 
     Raises:
         MuseSparkError: the engine cannot be started.
+        EngineDeadError: it had died, and there was no other by the time of the signal.
     """
     starting = asyncio.create_task(supervisor.start())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -81,6 +82,8 @@ async def serve(
     await serving
     if starting.done():
         await starting
+        if supervisor.death is not None:
+            raise EngineDeadError("The server ended without an engine: it had died. See the log.")
     else:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)

@@ -29,6 +29,8 @@ class Supervisor:
         self._watch: asyncio.Task[None] | None = None
         self.current: EngineClient | None = None
         self.on_restart: Callable[[], None] = lambda: None
+        self.death: MuseSparkError | None = None
+        """What the engine died of, until there is another one."""
 
     @property
     def is_ready(self) -> bool:
@@ -98,6 +100,7 @@ class Supervisor:
                 continue
             if loop.time() - born > _STABLE_SECONDS:
                 failures = 0
+            await self._log_death(self.current)
             if not self._restart:
                 _log.error("The engine has died. Restart the server, or use --restart-engine.")
                 return
@@ -108,12 +111,20 @@ class Supervisor:
             self.on_restart()
             await self._launch_again()
 
+    async def _log_death(self, engine: EngineClient) -> None:
+        try:
+            await engine.wait_ready()
+        except MuseSparkError as error:
+            self.death = error
+            _log.error("%s", error)
+
     async def _launch_again(self) -> None:
         try:
             if self.current is not None:
                 await self.current.shutdown()
             self.current = self._launch()
             await self.current.wait_ready()
+            self.death = None
             _log.warning("The engine is ready again.")
         except MuseSparkError as error:
             _log.error("The engine could not be started: %s", error)

@@ -1,0 +1,69 @@
+"""A Ray cluster of two nodes on this machine: one request end to end, and an actor that is killed."""
+
+import httpx
+import psutil
+import pytest
+from tests.server.live import PATIENCE, eventually
+from tests.server.process import serving
+
+from musespark import LLM
+from musespark.errors import ConfigError
+
+BODY = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
+SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes with one CPU slot each, so that two ranks are on different ones."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1)
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_cluster_of_two_nodes_serves_until_an_actor_is_killed(cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    with (
+        pytest.raises(AssertionError, match="it had died"),  # so the server ends with 1
+        serving("--executor", "ray", "--tensor-parallel-size", "2", *SETTINGS) as (_, url),
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+    ):
+        answer = client.post("/v1/chat/completions", json=BODY).json()
+        assert answer["choices"][0]["message"]["content"].strip() == "42"
+        actors = _actors()
+        assert len({actor.parent() for actor in actors}) == 2, "both on one node"
+        endless = {**BODY, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/chat/completions", json=endless) as response:
+            lines = response.iter_lines()
+            next(lines)
+            actors[0].kill()
+            rest = list(lines)
+        (error,) = [line for line in rest if '"engine_dead"' in line]
+        assert "has ended: The actor died" in error
+        assert eventually(lambda: not _actors())
+        assert client.post("/v1/chat/completions", json=BODY).status_code == 503
+
+    too_many = {"tensor_parallel_size": 4, "executor": "ray", "device": "cpu"}
+    with pytest.raises(ConfigError, match="tp4 needs 4 CPUs, but the Ray cluster has 2"):
+        LLM("spark-mini", **too_many)
+
+
+def _actors() -> list[psutil.Process]:
+    """The ranks, among what this process has started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any("RankActor" in word for word in process.cmdline()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found

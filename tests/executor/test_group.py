@@ -35,7 +35,7 @@ def layout(tp=1, pp=1, dp=1, *, ep=False) -> Parallelism:
     )
 
 
-TP2, PP2, DP2, LOCKSTEP = layout(tp=2), layout(pp=2), layout(dp=2), layout(dp=2, ep=True)
+TP2, PP2, DP2 = layout(tp=2), layout(pp=2), layout(dp=2)
 
 
 def start(parallelism, **trouble) -> AsyncEngineClient:
@@ -69,10 +69,11 @@ def run(scenario):
 
 @pytest.mark.parametrize(
     "parallelism",
-    [TP2, PP2, DP2, LOCKSTEP, layout(tp=2, pp=2), layout(pp=2, dp=2, ep=True)],
+    [PP2, layout(pp=2, dp=2, ep=True)],
     ids=lambda parallelism: parallelism.layout_name,
 )
-def test_every_layout_gives_every_request_its_tokens(parallelism, monkeypatch):
+def test_pipelines_are_filled_and_give_every_request_its_tokens(parallelism, monkeypatch):
+    """The other layouts: test_llm.py, with a real model."""
     if parallelism == PP2:  # the last stage waits for the first one to be a step ahead
         monkeypatch.setenv("TEST_OVERLAP", "1")
 
@@ -113,9 +114,10 @@ def greedy_without_poison(prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("parallelism", [TP2, PP2], ids=["tp2", "pp2"])
 @pytest.mark.parametrize(
-    ("trouble", "text"), [("kill", "has ended by signal 9"), ("raise", "poisoned")]
+    ("parallelism", "trouble", "text"),
+    [(PP2, "kill", "has ended by signal 9"), (TP2, "raise", "poisoned")],
+    ids=["kill", "raise"],
 )
 def test_a_rank_that_fails_ends_all_and_is_named(parallelism, trouble, text):
     async def scenario():

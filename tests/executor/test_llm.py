@@ -8,6 +8,7 @@ import torch
 from musespark import LLM, SamplingParams
 from musespark.config.model import DecoderConfig
 from musespark.errors import ConfigError
+from musespark.evals.run import evaluate
 from musespark.testing import make_checkpoint, make_draft, tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -93,3 +94,20 @@ def test_a_draft_changes_no_token(folder, draft, alone, settings, tmp_path, monk
 def test_replicas_that_share_experts_need_a_number_of_guesses(folder, draft):
     with pytest.raises(ConfigError, match="num_speculative_tokens: must be given"):
         LLM(folder, device="cpu", draft=str(draft), data_parallel_size=2, **SHARED_EXPERTS)
+
+
+def test_spark_mini_is_as_right_as_in_one_process():
+    def ask(**settings: Any) -> list[tuple[str, str, str]]:
+        with LLM("spark-mini", device="cpu", dtype="float32", max_model_len=512, **settings) as llm:
+
+            def generate(prompts, max_tokens, stop_ids):
+                stops = tuple(stop_ids)
+                params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stops)
+                return [completion.token_ids for completion in llm.generate(prompts, params)]
+
+            tasks = ("addition", "lookup")
+            return list(evaluate(generate, llm.chat_format, tasks=tasks, samples=6).rows())
+
+    alone = ask()
+    assert ask(tensor_parallel_size=2) == alone
+    assert ask(tensor_parallel_size=2, expert_parallel=True) == alone

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running server and its URL. It is told to end, and must end well."""
+def serving(
+    *arguments: str, exit_code: int = 0, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running server and its URL. It is told to end, and must do so with this code."""
     command = [sys.executable, "-m", "musespark", "serve", "--port", "0", *arguments]
     with subprocess.Popen(
         command,
@@ -31,7 +33,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
             yield process, lines[-1].split(" at ")[1].split(" ")[0]
             process.send_signal(signal.SIGTERM)
             code = process.wait(60)
-            assert code == 0, f"ended with {code}: {process.stdout.read()}"
+            assert code == exit_code, f"ended with {code}: {process.stdout.read()}"
         finally:
             if process.poll() is None:
                 process.kill()

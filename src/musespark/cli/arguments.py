@@ -12,6 +12,9 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if 
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")
 ]
+Executor = Annotated[
+    str, typer.Option(help="What starts the processes of a spread model: multiprocess or ray.")
+]
 Draft = Annotated[
     str,
     typer.Option(help="DSpark draft that guesses tokens ahead: a model, auto, or none."),

@@ -17,10 +17,13 @@ from musespark.cli.arguments import (
     Device,
     Draft,
     Dtype,
+    Executor,
     Model,
     NumSpeculativeTokens,
     Revision,
 )
+from musespark.cli.options import finish, pick, with_fields
+from musespark.config.parallel import Parallelism
 
 if TYPE_CHECKING:
     from musespark.llm.llm import LLM
@@ -47,6 +50,8 @@ class BenchResult:
     """Percentile -> time between two steps that bring each prompt a token."""
 
 
+@finish
+@with_fields(Parallelism)
 def bench(
     model: Model = "spark-mini",
     *,
@@ -62,6 +67,7 @@ def bench(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
     draft: Draft = "none",
     num_speculative_tokens: NumSpeculativeTokens = None,
+    executor: Executor = "multiprocess",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="How keys and values are stored: auto, bf16 or fp8_e4m3.")
     ] = "auto",
@@ -70,6 +76,7 @@ def bench(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
+    **settings: Any,
 ) -> None:
     """Measure prefill and decode on random prompts, greedy, without the prefix cache.
 
@@ -94,6 +101,8 @@ def bench(
         enable_prefix_caching=False,
         draft=draft,
         num_speculative_tokens=num_speculative_tokens,
+        executor=executor,
+        **pick(Parallelism, settings),
     )
     results = []
     for size in sizes:
@@ -174,17 +183,22 @@ def _report(llm: "LLM", model: str, results: list[BenchResult]) -> dict[str, Any
     import torch
 
     on_gpu = llm.info.device.startswith("cuda")
+    speculation = llm.stats().speculation
     # Linux counts kilobytes, macOS bytes.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    speculation = llm.stats().speculation
     peak *= 1 if sys.platform == "darwin" else 1024
+    if llm.info.memory_bytes:  # in other processes, which tell what they hold once loaded
+        peak = max(llm.info.memory_bytes)
+    elif on_gpu:
+        peak = torch.cuda.max_memory_allocated()
     return {
         "model": model,
         "device": torch.cuda.get_device_name() if on_gpu else llm.info.device,
         "dtype": llm.info.dtype,
         "kv_cache_dtype": llm.info.kv_cache_dtype,
         "threads": torch.get_num_threads(),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak,
+        "layout": llm.info.layout,
+        "peak_memory_bytes": peak,
         "speculation": None if speculation is None else speculation.summary(),
         "software": f"musespark {version('musespark')}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
@@ -194,7 +208,8 @@ def _report(llm: "LLM", model: str, results: list[BenchResult]) -> dict[str, Any
 
 def _print_table(report: dict[str, Any], results: list[BenchResult]) -> None:
     print(
-        f"{report['model']} on {report['device']}, {report['dtype']}, {report['threads']} threads, "
+        f"{report['model']} on {report['device']}, {report['layout']}, {report['dtype']}, "
+        f"{report['threads']} threads, "
         f"peak memory {report['peak_memory_bytes'] / 2**20:,.0f} MiB\n"
         f"prompts of {results[0].input_len} tokens, {results[0].output_len} tokens generated, "
         f"{results[0].rounds} rounds\n\n"

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from musespark.cli.arguments import Device, Draft, Dtype, Model, NumSpeculativeTokens
+from musespark.cli.arguments import (
+    Device,
+    Draft,
+    Dtype,
+    Executor,
+    Model,
+    NumSpeculativeTokens,
+)
+from musespark.cli.options import finish, pick, with_fields
+from musespark.config.parallel import Parallelism
 
 if TYPE_CHECKING:
     from musespark.evals.reference import LogitReport
@@ -19,6 +28,8 @@ if TYPE_CHECKING:
 _REFERENCE_SAMPLES = 32
 
 
+@finish
+@with_fields(Parallelism)
 def evaluate(
     model: Model = "spark-mini",
     *,
@@ -35,8 +46,10 @@ def evaluate(
     device: Device = None,
     draft: Draft = "none",
     num_speculative_tokens: NumSpeculativeTokens = None,
+    executor: Executor = "multiprocess",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     show_misses: Annotated[bool, typer.Option(help="List the questions answered wrongly.")] = False,
+    **settings: Any,
 ) -> None:
     """Ask Spark-Mini's tasks and count right answers; the same seed asks the same questions."""
     from musespark.cli.generate import load_with_progress
@@ -49,6 +62,8 @@ def evaluate(
         dtype=dtype,
         draft=draft,
         num_speculative_tokens=num_speculative_tokens,
+        executor=executor,
+        **pick(Parallelism, settings),
     )
     names = TASKS if tasks is None else tuple(name.strip() for name in tasks.split(","))
     with _progress(len(names), quiet=as_json) as progress:

@@ -234,6 +234,32 @@ def test_a_draft_that_is_never_right_is_not_asked_for_long():
     assert 0 < len(engine.draft.num_proposed) < 90
 
 
+def test_what_waited_while_nothing_was_guessed_is_taken_in():
+    """The load comes and goes, requests end and are preempted; the draft misses nothing."""
+    # Worth it for one sequence or two, not for more.
+    costs = StepCosts(
+        plain=((1, 1.0), (6, 1.0)),
+        verify=((2, 1.2), (5, 1.3), (6, 9.0), (30, 20.0)),
+        draft=((1, 0.01),),
+    )
+    for kinds, num_blocks in (("both", 200), ("full", 200), ("both", 40), ("sliding", 40)):
+        engine = new_engine(
+            half_right, layout=layout_of(kinds, num_blocks), costs=costs, fixed_width=False
+        )
+        rng = random.Random(3)
+        requests = [
+            (
+                prompt_of(rng.randrange(1, 40), seed),
+                dataclasses.replace(GREEDY, max_tokens=rng.choice([3, 20, 70])),
+            )
+            for seed in range(14)
+        ]
+        expected = [run(new_engine(layout=layout_of(kinds)), [r])[0] for r in requests]
+        assert without_cached(run(engine, requests)) == without_cached(expected)
+        steps = engine.stats().steps
+        assert 0 < len(engine.draft.num_proposed) < 0.8 * steps
+
+
 def test_aborts_leave_the_others_alone():
     prompts = [prompt_of(20, seed) for seed in range(4)]
     expected = [run(new_engine(), [(prompt, SAMPLED)])[0][0] for prompt in prompts]

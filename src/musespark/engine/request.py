@@ -90,6 +90,8 @@ class Request:
     """Its place among those that run, below max_num_seqs; -1 while it does not run."""
     is_under_way: bool = False
     """Part of a step that has begun and whose tokens are not known yet."""
+    num_starts: int = 0
+    """How many times it has got blocks: more than once if it was preempted."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One per prompt token, as far as they are known and if they are wanted."""
     random_key: int | None = None

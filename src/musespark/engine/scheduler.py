@@ -265,6 +265,7 @@ class Scheduler:
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
             request.slot = self._free_slots.pop()
+            request.num_starts += 1
             self.running.append(request)
             admitted.append(ScheduledRequest(request, count))
             budget -= count

@@ -1,14 +1,14 @@
 """Speculative decoding in the engine: who guesses, when, and how many guesses a step verifies.
 
-After each step the draft takes in the tokens that stand, and guesses what follows in the sequences
-that decode. The next step verifies as many of the guesses as pay (speculative/budget.py); those
-that are left over are forgotten. Guesses that turn out wrong leave nothing behind: the target's
-keys and values of their rows lie behind the sequence's end, where the next rows overwrite them, and
-the draft never took them in.
+After each step the draft takes in the tokens that stand, or lets them wait for a few steps while
+nothing is guessed, and guesses what follows in the sequences that decode. The next step verifies as
+many of the guesses as pay (speculative/budget.py); those that are left over are forgotten. Guesses
+that turn out wrong leave nothing behind: the target's keys and values of their rows lie behind the
+sequence's end, where the next rows overwrite them, and the draft never takes them in.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,11 @@ class SpeculationSettings:
     """How guesses drawn at random are verified for requests without a seed."""
 
 
+# Steps without guesses whose rows may wait for the draft. Taken in together they cost little more
+# than one of them; and none has left the window of a sliding layer by then.
+_MOST_WAITING = 16
+
+
 class StepPart(NamedTuple):
     """A request's part of a step that has been committed."""
 
@@ -54,6 +59,47 @@ class StepPart(NamedTuple):
     num_kept: int
     """Rows, from its first, that stand."""
     has_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a step that stand, and whose they are."""
+
+    taps: list[Tensor]
+    """[T, D] each."""
+    positions: Tensor
+    """[T]."""
+    slots: tuple[Tensor | None, Tensor | None]
+    """[T] in the caches of the full layers, and of the sliding ones."""
+    owners: list[tuple[Request, int, int]]
+    """(request, how many times it had been started, its rows), in order."""
+
+    def still_held(self, just_ended: Collection[int]) -> "_Rows":
+        """Without rows whose blocks may be another's by now; those of the requests `just_ended`,
+        by id, are nobody's yet."""
+        held = [
+            request.num_starts == starts
+            and (request.status is RequestStatus.RUNNING or id(request) in just_ended)
+            for request, starts, _ in self.owners
+        ]
+        if all(held):
+            return self
+        mask = [
+            is_held
+            for is_held, (_, _, count) in zip(held, self.owners, strict=True)
+            for _ in range(count)
+        ]
+        index = torch.tensor(mask, dtype=torch.bool).nonzero()[:, 0].to(self.positions.device)
+        return self.take(index, [])
+
+    def take(self, index: Tensor, owners: list[tuple[Request, int, int]]) -> "_Rows":
+        full, sliding = (None if s is None else s.index_select(0, index) for s in self.slots)
+        return _Rows(
+            [tap.index_select(0, index) for tap in self.taps],
+            self.positions.index_select(0, index),
+            (full, sliding),
+            owners,
+        )
 
 
 class Speculation:
@@ -71,6 +117,8 @@ class Speculation:
         self._accepted_at = [0] * settings.num_tokens
         self._num_cycles = self._num_tokens = 0
         self._draft_seconds = self._saved_seconds = 0.0
+        # What the draft has still to take in, step by step.
+        self._waiting: list[_Rows] = []
 
     def choose_widths(
         self, requests: Sequence[Request], num_sequences: int, num_tokens: int
@@ -135,36 +183,48 @@ class Speculation:
 
     def follow(self, output: StepOutput, parts: Sequence[StepPart], sampler: Sampler) -> None:
         """After a step: take in what stands, and guess what follows."""
+        if not parts:
+            return
         started = time.perf_counter()
-        self._inject(output, parts)
+        ended = (part.request for part in parts if part.request.status is RequestStatus.FINISHED)
+        just_ended = {id(request) for request in ended}
         drafting = [part for part in parts if part.has_sampled and _may_guess(part.request)]
         num_sampling = sum(part.has_sampled for part in parts)
-        if not drafting:
-            return
-        if self._costs is None or self._acceptance.is_worthwhile(
-            len(drafting), num_sampling, self._costs
-        ):
+        if drafting and self._is_worthwhile(len(drafting), num_sampling):
+            self._waiting.append(_standing(output, parts))
+            self._inject(just_ended)
             self._propose(output.batch, drafting, sampler)
-        else:
+            self._draft_seconds += time.perf_counter() - started
+            return
+        if drafting:
             self._acceptance.forget()
+        self._waiting.append(_standing(output, parts))
+        is_plain = all(part.num_kept == 1 for part in parts)
+        if just_ended or not is_plain or len(self._waiting) == _MOST_WAITING:
+            self._inject(just_ended)
         self._draft_seconds += time.perf_counter() - started
 
-    def _inject(self, output: StepOutput, parts: Sequence[StepPart]) -> None:
-        batch, taps = output.batch, list(output.taps)
-        positions = batch.positions
-        slots = [None if m is None else m.slot_mapping for m in (batch.full, batch.sliding)]
-        starts = batch.query_start
-        if sum(part.num_kept for part in parts) < len(positions):
-            kept = [
-                row
-                for part in parts
-                for row in range(starts[part.place], starts[part.place] + part.num_kept)
-            ]
-            rows = torch.tensor(kept, dtype=torch.int64, device=positions.device)
-            taps = [tap.index_select(0, rows) for tap in taps]
-            positions = positions.index_select(0, rows)
-            slots = [None if s is None else s.index_select(0, rows) for s in slots]
-        self._proposer.inject(taps, positions, *slots)
+    def _is_worthwhile(self, num_guessing: int, num_sequences: int) -> bool:
+        costs = self._costs
+        return costs is None or self._acceptance.is_worthwhile(num_guessing, num_sequences, costs)
+
+    def _inject(self, just_ended: Collection[int]) -> None:
+        """Let the draft take in all rows that wait, together."""
+        rows = [each.still_held(just_ended) for each in self._waiting]
+        self._waiting = []
+
+        def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+            tensors = [part for part in parts if part is not None]
+            if len(tensors) < 2:
+                return tensors[0] if tensors else None
+            return torch.cat(tensors)
+
+        positions = joined([each.positions for each in rows])
+        if positions is None or not len(positions):
+            return
+        taps = [torch.cat(same) for same in zip(*(each.taps for each in rows), strict=True)]
+        full, sliding = (joined([each.slots[kind] for each in rows]) for kind in (0, 1))
+        self._proposer.inject(taps, positions, full, sliding)
 
     def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
         requests = [part.request for part in drafting]
@@ -203,6 +263,22 @@ class Speculation:
 def _may_guess(request: Request) -> bool:
     """Whether a request goes on, for two tokens at least."""
     return request.status is RequestStatus.RUNNING and request.num_wanted_tokens > 1
+
+
+def _standing(output: StepOutput, parts: Sequence[StepPart]) -> _Rows:
+    """The rows of a step that stand; copies, since a graph's own last until the next step only."""
+    batch = output.batch
+    starts = batch.query_start
+    full, sliding = (None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
+    owners = [(part.request, part.request.num_starts, part.num_kept) for part in parts]
+    everything = _Rows(list(output.taps), batch.positions, (full, sliding), owners)
+    kept = [
+        row
+        for part in parts
+        for row in range(starts[part.place], starts[part.place] + part.num_kept)
+    ]
+    index = torch.tensor(kept, dtype=torch.int64).to(batch.positions.device)
+    return everything.take(index, owners)
 
 
 def draft_context(batch: ForwardBatch, places: Tensor, lengths: Tensor) -> DraftContext:

@@ -3,7 +3,7 @@
 What must come out is what the one process computed: its logits, its streams behind chosen layers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from musespark import load_decoder
 from musespark.config.parallel import Parallelism
+from musespark.engine.runner import ModelRunner
 from musespark.model.batch import ForwardBatch
 from musespark.model.decoder import Decoder
-from musespark.model.kv_cache import KVCacheSpec, allocate_kv_cache
+from musespark.model.kv_cache import KVCacheSpec
 from musespark.parallel.mesh import build_mesh
 
 TAPS = (-1, 0, 3, 5)
@@ -112,8 +113,20 @@ def idle(like: Recording, num_steps: int) -> Recording:
     return Recording(like.spec, [empty] * num_steps)
 
 
-def replay(rank, settings, folder, recordings, dtype="float32", pack=False):
-    """Run a replica's recording on this rank: its largest errors, or why there are none.
+def on_device(thing, device):
+    """A batch, and all that it holds, on a device."""
+    if isinstance(thing, Tensor):
+        return thing.to(device)
+    if type(thing) is tuple:
+        return tuple(on_device(each, device) for each in thing)
+    if not is_dataclass(thing) or isinstance(thing, type):
+        return thing
+    moved = {each.name: on_device(getattr(thing, each.name), device) for each in fields(thing)}
+    return replace(thing, **moved)
+
+
+def replay(rank, settings, folder, recordings, dtype="float32", pack=False, device="cpu"):
+    """Run a replica's recording on this rank, and compare.
 
     Replicas go step by step together; one whose steps are over runs empty ones.
 
@@ -122,22 +135,20 @@ def replay(rank, settings, folder, recordings, dtype="float32", pack=False):
     """
     parallelism = Parallelism(**settings)
     mesh = build_mesh(parallelism, rank)
-    decoder = load_decoder(folder, dtype=dtype, parallelism=parallelism, mesh=mesh)
+    decoder = load_decoder(folder, device=device, dtype=dtype, parallelism=parallelism, mesh=mesh)
     if pack:
         decoder.pack()
     recording = recordings[mesh.data.rank % len(recordings)]
     most = max(len(each.steps) for each in recordings)
     steps = recording.steps + idle(recording, most - len(recording.steps)).steps
-    caches = allocate_kv_cache(
-        decoder.config,
-        recording.spec,
-        dtype=decoder.dtype,
-        device=decoder.device,
-        layout=decoder.layout,
-    )
+    runner = ModelRunner(decoder, recording.spec, tap_layers=TAPS)
     found = Differences()
     for step in steps:
-        logits, taps = decoder.forward_with_taps(step.batch, caches if step.cached else None, TAPS)
+        batch = on_device(step.batch, device)
+        if step.cached:
+            logits, taps = on_device(runner.run(batch), "cpu")
+        else:
+            logits, taps = on_device(decoder.forward_with_taps(batch, None, TAPS), "cpu")
         if mesh.pipeline.rank != mesh.pipeline.size - 1:
             assert logits.shape == (0, decoder.config.vocab_size)
             assert taps == ()

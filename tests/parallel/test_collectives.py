@@ -115,7 +115,7 @@ class TestWorkers:
         [("raises", "rank 1:.*this rank is unwell"), ("dies", "rank 1 died"), ("hangs", "hang")],
     )
     def test_a_bad_rank_ends_the_call_and_the_next_one_works(self, function, message):
-        pool = Workers(seconds=10 if function == "hangs" else 60)
+        pool = Workers(seconds=3 if function == "hangs" else 60)
         try:
             with pytest.raises(WorkerError, match=f"(?s){message}"):
                 pool.run(2, globals()[function])

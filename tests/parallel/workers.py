@@ -27,8 +27,9 @@ class WorkerError(AssertionError):
 class Workers:
     """A pool of processes, started when they are first needed."""
 
-    def __init__(self, seconds: float = _SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = _SECONDS, backend: str = "gloo") -> None:
+        """`backend`: gloo on a CPU; with nccl, each rank has the GPU of its number."""
+        self._seconds, self._backend = seconds, backend
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -46,7 +47,8 @@ class Workers:
         store = Path(self._folder.name) / f"store-{self._calls}"
         for rank in range(world_size):
             place = (function.__module__, function.__qualname__)
-            self._pipes[rank].send((rank, world_size, str(store), self._seconds, place, args))
+            world = (rank, world_size, str(store), self._seconds, self._backend)
+            self._pipes[rank].send((world, place, args))
         try:
             return self._collect(world_size)
         except BaseException:
@@ -105,12 +107,14 @@ def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, world_size, store, seconds, (module, name), args = pipe.recv()
+            (rank, world_size, store, seconds, backend), (module, name), args = pipe.recv()
         except EOFError:
             return
         try:
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world_size,

@@ -16,6 +16,9 @@ from musespark.config.parallel import Parallelism
 from musespark.engine.capacity import plan_kv_cache
 from musespark.errors import ConfigError
 from musespark.llm.loading import load_decoder
+from musespark.model.decoder import Decoder
+from musespark.parallel import layout as layouts
+from musespark.parallel.mesh import place_on_mesh
 from musespark.planner.devices import DEVICES, find_device
 from musespark.planner.layout import Layout, candidate_layouts, make_layout
 from musespark.planner.memory import (
@@ -23,6 +26,7 @@ from musespark.planner.memory import (
     largest_concurrency,
     largest_context,
     plan_memory,
+    stage_cache,
     stage_weights,
     total_weights,
 )
@@ -64,6 +68,35 @@ def test_loading_allocates_what_was_planned(folder):
     allocated = sum(size for place, size in storages().items() if place not in before)
     planned = total_weights(decoder.config).total()
     assert planned == pytest.approx(allocated, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 8},
+        {"tensor_parallel_size": 8, "expert_parallel": True},
+        {"tensor_parallel_size": 32},  # more ranks than key-value heads
+        {"tensor_parallel_size": 8, "pipeline_parallel_size": 2},
+        {"data_parallel_size": 16, "expert_parallel": True, "moe_backend": "all_to_all"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("weight_format", ["bf16", "nvfp4"])
+def test_ranks_of_the_released_model_hold_what_was_planned(settings, weight_format):
+    """Weights and cache of every stage, without memory for them."""
+    config = released(weight_format)
+    parallelism = Parallelism(**settings)
+    planned = Layout(parallelism, parallelism.world_size)
+    workload = Workload(4096, 32)
+    for stage in planned.stages(config):
+        rank = parallelism.tensor_parallel_size * (0 if stage.is_first else 1)
+        layout = layouts.Layout(parallelism, place_on_mesh(parallelism, rank))
+        decoder = Decoder(config, dtype=torch.bfloat16, device="meta", layout=layout)
+        held = sum(weight.nbytes for weight in decoder.parameters())
+        assert stage_weights(config, planned, stage).total() == held
+        engine = EngineConfig(max_num_seqs=workload.concurrency // planned.dp, max_model_len=4096)
+        made = plan_kv_cache(config, engine, torch.bfloat16, 10**13, layout=layout)
+        assert sum(stage_cache(config, planned, stage, workload)) == made.num_bytes
 
 
 def test_parts_are_those_of_the_files(folder):

@@ -1,0 +1,92 @@
+"""The layouts over NCCL on two GPUs: what one process on a CPU gives, decoding as graphs too."""
+
+import pytest
+import torch
+from tests.parallel.replay import record, replay
+from tests.parallel.test_layouts import CUT, EXPERTS, FUSED, TRAVEL, tp
+from tests.parallel.workers import Workers
+
+from musespark.checkpoint.quantize import quantize_checkpoint
+from musespark.config.parallel import Parallelism
+from musespark.llm.loading import load_decoder
+from musespark.testing.checkpoints import make_checkpoint
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+LAYOUTS = {
+    "tp2": tp(2),
+    "tp2-ep2": {**tp(2), **EXPERTS},
+    "sp2": {**tp(2), **CUT},
+    "pp2": {"pipeline_parallel_size": 2},
+    "dp2-ep2": {"data_parallel_size": 2, **TRAVEL},
+    "fused-tp2": {**tp(2), **FUSED},
+    "fused-ep2": {**tp(2), **EXPERTS, **FUSED},
+}
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    pool = Workers(seconds=300, backend="nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """As narrow as the Hopper experts allow on each of two ranks."""
+    folder = tmp_path_factory.mktemp("layouts")
+    plain = make_checkpoint(
+        folder / "bf16",
+        dtype=torch.float32,
+        hidden_size=256,
+        head_dim=32,
+        num_attention_heads=8,
+        moe_hidden_size=256,
+        moe_intermediate_size=256,
+        num_local_experts=16,
+        num_experts_per_tok=4,
+    )
+    quantize_checkpoint(plain, folder / "nvfp4")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recordings(folders):
+    """One whole run, and one that ends early; prompts are read while others decode."""
+    made = {}
+    for experts in ("bf16", "nvfp4"):
+        decoder = load_decoder(folders / experts, dtype="float32")
+        made[experts] = [
+            record(decoder, (1, 2, 3, 30, 300), prompts=(11, 1, 40), chunk=16, max_tokens=12),
+            record(decoder, (7, 2), prompts=(3,)),
+        ]
+    return made
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("experts", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_one_process(gpus, folders, recordings, layout, experts, pack):
+    settings = LAYOUTS[layout]
+    replicas = recordings[experts][: settings.get("data_parallel_size", 1)]
+    folder = str(folders / experts)
+    found = gpus.run(2, replay, settings, folder, replicas, "float32", pack, "cuda")
+    answers = [each for each in found if each is not None]
+    assert len(answers) == Parallelism(**settings).tensor_parallel_size * len(replicas)
+    for each in answers:
+        assert each.flips == 0
+        assert max(each.logits, each.taps) <= 1e-4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16(gpus, folders, layout):
+    """With the kernels for NVFP4 experts. Sums over ranks may flip an expert, and a row with it."""
+    decoder = load_decoder(folders / "nvfp4", dtype="bfloat16")
+    recording = record(decoder, (1, 4, 300), prompts=(9, 30), chunk=16, max_tokens=8)
+    folder = str(folders / "nvfp4")
+    found = gpus.run(2, replay, LAYOUTS[layout], folder, [recording], "bfloat16", True, "cuda")
+    for each in found:
+        assert each is None or each.typical <= 0.1

@@ -27,6 +27,7 @@ from musespark.engine.messages import (
     Loaded,
     Loading,
     Ready,
+    Shutdown,
     Stopped,
     ToEngine,
     ToRank,
@@ -114,7 +115,7 @@ class RankGroup:
         self._thread = threading.Thread(target=self._run, name="musespark-front", daemon=True)
         self._thread.start()
         # Before multiprocessing's own handler, which waits for the processes.
-        atexit.register(self._end)
+        atexit.register(self.end)
 
     def send(self, message: ToEngine) -> None:
         with self._lock:
@@ -122,11 +123,12 @@ class RankGroup:
                 self._outgoing.put((self._driver_ranks[replica], message))
 
     def kill(self) -> None:
-        threading.Thread(target=self._end, name="musespark-kill").start()
+        threading.Thread(target=self.end, name="musespark-kill").start()
 
-    def _end(self) -> None:
-        """Let ranks that have been told to stop end by themselves, or end them."""
-        atexit.unregister(self._end)
+    def end(self) -> None:
+        """Tell the ranks to stop, and end those that do not in time; returns when all are gone."""
+        atexit.unregister(self.end)
+        self.send(Shutdown())
         self._end_ranks(_END_SECONDS)
 
     def _end_ranks(self, seconds: float) -> None:

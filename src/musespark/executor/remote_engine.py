@@ -125,9 +125,9 @@ class RemoteEngine:
         return self._stats
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, and return when they have."""
         self._death = self._death or EngineDeadError("The engine was shut down.")
-        self._group.kill()
+        self._group.end()
 
     def _receive(self) -> FromEngine:
         if self._death is not None:

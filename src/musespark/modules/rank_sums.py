@@ -1,5 +1,7 @@
 """How ranks sum few tokens inside the kernels around the sum: on GPUs, and elsewhere."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -46,7 +48,7 @@ def connect_rank_sums(
             f"fuse_all_reduce: its kernels need Triton and bfloat16 or float32, found {dtype}. "
             "Leave fuse_all_reduce out."
         )
-    return SymmetricSums(axis, max_tokens, widest_row, dtype=dtype, device=device)
+    return SymmetricSums(axis, max_tokens, widest_row, dtype=dtype)
 
 
 class GatheredSums:
@@ -104,18 +106,18 @@ class SymmetricSums:
         widest_row: int,
         *,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        """On the current device."""
         self.max_tokens = max_tokens
         capacity = max_tokens * widest_row
         self._memories: list[PeerMemory] = []
-        self._kept: list[Tensor] = []
+        self._kept: list[Any] = []
         self._turn = 0
         for _ in range(2):
-            buffers = self._share(axis, capacity, dtype, device)
-            flags = self._share(axis, num_flags(axis.size), torch.int32, device)
+            buffers = self._share(axis, capacity, dtype)
+            flags = self._share(axis, num_flags(axis.size), torch.int32)
             self._memories.append(PeerMemory(axis.rank, buffers, flags, capacity))
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
         dist.barrier(axis.group)  # nobody may meet at flags that are not zero yet
 
     def boundary(
@@ -150,11 +152,10 @@ class SymmetricSums:
         self._turn = 1 - self._turn
         return self._memories[self._turn]
 
-    def _share(
-        self, axis: MeshAxis, elements: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def _share(self, axis: MeshAxis, elements: int, dtype: torch.dtype) -> Tensor:
         """[ranks] addresses of a zeroed tensor on every rank."""
         assert axis.group is not None
+        device = torch.device("cuda", torch.cuda.current_device())  # with its number
         try:
             own = symmetric_memory.empty(elements, dtype=dtype, device=device)
             handle = symmetric_memory.rendezvous(own, axis.group)
@@ -164,5 +165,7 @@ class SymmetricSums:
                 "fuse_all_reduce out."
             ) from None
         own.zero_()
-        self._kept.append(own)
-        return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._kept.append((own, handle))
+        ranks = range(axis.size)
+        addresses = [handle.get_buffer(rank, (elements,), dtype).data_ptr() for rank in ranks]
+        return torch.tensor(addresses, dtype=torch.int64, device=device)

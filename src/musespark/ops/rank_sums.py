@@ -106,9 +106,10 @@ def _meet(flags_ptr, rank, RANKS: tl.constexpr, BLOCK_R: tl.constexpr):
     theirs = tl.load(flags_ptr + peer, is_rank, other=0).to(tl.pointer_type(tl.int32))
     counts = tl.zeros([BLOCK_R], tl.int32) + count
     tl.atomic_xchg(theirs + place + rank, counts, mask=is_rank, sem="release", scope="sys")
-    seen = tl.zeros([BLOCK_R], tl.int32)
-    while tl.min(tl.where(is_rank, seen, count)) < count:
+    arrived = count - 1
+    while arrived < count:
         seen = tl.atomic_add(own + peer, 0, mask=is_rank, sem="acquire", scope="sys")
+        arrived = tl.min(tl.where(is_rank, seen, count))
     tl.store(own + RANKS, count)
     tl.debug_barrier()
 

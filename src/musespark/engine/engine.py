@@ -356,7 +356,7 @@ class Engine:
             self.scheduler.finish(request, reason)
         if request.status is RequestStatus.FINISHED:
             self._forget(request)
-        results = [
+        return [
             NewToken(
                 request.request_id,
                 token_id,
@@ -364,11 +364,10 @@ class Engine:
                 request.finish_reason if place == taken - 1 else None,
                 request.index,
                 request.num_cached_tokens or 0,
+                prompt_logprobs if place == 0 else None,
             )
             for place, token_id in enumerate(token_ids[:taken])
         ]
-        results[0] = results[0]._replace(prompt_logprobs=prompt_logprobs)
-        return results
 
     def _forbidden(self, sampling: list[ScheduledRequest]) -> tuple[list[int], Tensor] | None:
         """The rows with a grammar at work, and which tokens [n, V] it forbids in each."""

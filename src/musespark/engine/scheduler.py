@@ -137,7 +137,8 @@ class Scheduler:
             How many of `token_ids` belong to the output, which may end before the last.
         """
         request, taken, reason = item.request, 0, None
-        request.drop_drafts()
+        if request.draft_token_ids:
+            request.drop_drafts()
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
             taken += 1

@@ -42,9 +42,8 @@ class Packer:
     def __init__(self, seed: str, row_tokens: int) -> None:
         """Start an endless stream of conversations."""
         self.row_tokens = row_tokens
-        self.tokenizer = build()
-        self.pad = self.tokenizer.token_to_id("<|pad|>")
-        self.stream = self._encoded(seed)
+        self.pad = build().token_to_id("<|pad|>")
+        self.stream = encoded(seed, row_tokens)
         self.buffer: list[Encoded] = []
 
     def rows(self, count: int) -> Chunk:
@@ -76,20 +75,23 @@ class Packer:
             used += len(sample.ids)
             document += 1
 
-    def _encoded(self, seed: str) -> Iterator[Encoded]:
-        for conversation in training_conversations(seed):
-            pieces = segments(conversation)
-            encodings = self.tokenizer.encode_batch(
-                [piece.text for piece in pieces], add_special_tokens=False
-            )
-            ids = [i for encoding in encodings for i in encoding.ids]
-            if len(ids) <= self.row_tokens:
-                trained = [
-                    piece.trained
-                    for piece, encoding in zip(pieces, encodings, strict=True)
-                    for _ in encoding.ids
-                ]
-                yield Encoded(np.array(ids, np.uint16), np.array(trained, bool))
+
+def encoded(seed: str, row_tokens: int) -> Iterator[Encoded]:
+    """Yield conversations without end, leaving out those longer than a row."""
+    tokenizer = build()
+    for conversation in training_conversations(seed):
+        pieces = segments(conversation)
+        encodings = tokenizer.encode_batch(
+            [piece.text for piece in pieces], add_special_tokens=False
+        )
+        ids = [i for encoding in encodings for i in encoding.ids]
+        if len(ids) <= row_tokens:
+            trained = [
+                piece.trained
+                for piece, encoding in zip(pieces, encodings, strict=True)
+                for _ in encoding.ids
+            ]
+            yield Encoded(np.array(ids, np.uint16), np.array(trained, bool))
 
 
 def make_chunk(recipe: Recipe, index: int) -> Chunk:

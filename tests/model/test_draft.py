@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.model.draft_reference import ReferenceDraft
+from tests.model.draft_reference import ReferenceDraft, rms
 
 from musespark.config.draft import DraftConfig
 from musespark.llm.loading import load_draft
 from musespark.model.draft import DraftContext, PagedContext
 from musespark.model.draft_cache import allocate_draft_cache, draft_bytes_per_block, draft_kinds
+from musespark.model.draft_layer import Boundary, DraftNorm
 from musespark.model.kv_cache import KVCacheSpec
 from musespark.testing import draft_fields, make_draft, tiny_config
 
@@ -268,3 +269,27 @@ def test_where_the_target_slides_nowhere_all_pages_are_full():
     target = tiny_config(layer_types="full")
     draft = DraftConfig.from_dict(draft_fields(target, global_attn_cfg=[2]))
     assert draft_kinds(draft, target) == ["full_attention"] * 2
+
+
+@pytest.mark.parametrize(("kept", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_stream_is_rounded_where_the_config_says_so(kept, dtype):
+    """To the compute dtype, and its norm is taken of what is left."""
+    config = DraftConfig.from_dict(draft_fields(TARGET, residual_dtype=kept))
+    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    boundary = Boundary(config, residual_index=1, affine=False, **made)
+    norm = DraftNorm(TARGET.hidden_size, 1e-5, centre=1.0, **made)
+    boundary.gate.copy_(torch.randn(TARGET.hidden_size, generator=seeded(0)))
+    norm.weight.copy_(torch.randn(TARGET.hidden_size, generator=seeded(1)))
+    boundary.finish_loading()
+    norm.finish_loading()
+    stream = torch.randn(9, TARGET.hidden_size, generator=seeded(2)).to(dtype)
+    branch = torch.randn(9, TARGET.hidden_size, generator=seeded(3)).bfloat16()
+    normed, after = boundary(stream, branch, norm)
+    assert (normed.dtype, after.dtype) == (torch.bfloat16, dtype)
+    exact = boundary.alpha.double() * stream.double() + boundary.beta.double() * rms(
+        branch.double(), config.rms_post_norm_eps
+    )
+    rounding = 2**-8 if kept == "bf16" else 0
+    assert ((after - exact).abs() <= rounding * exact.abs() + 1e-6).all()
+    expected = rms(after.double(), 1e-5) * (1 + norm.weight.double())
+    assert ((normed - expected).abs() <= 2**-8 * expected.abs() + 1e-12).all()

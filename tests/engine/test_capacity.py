@@ -15,6 +15,8 @@ from musespark.engine.request import Request
 from musespark.engine.scheduler import Scheduler
 from musespark.errors import CapacityError
 from musespark.model.kv_cache import allocate_kv_cache, bytes_per_block
+from musespark.parallel.layout import Layout
+from musespark.parallel.mesh import place_on_mesh
 from musespark.testing import tiny_config
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -146,3 +148,32 @@ def test_max_num_seqs_requests_of_full_length_run_together():
             )
         )
     assert len(scheduler.schedule()) == 3
+
+
+def test_ranks_make_as_many_blocks_as_the_one_with_the_least_room():
+    """Two stages, of which only the second has a full layer."""
+    model = tiny_config(num_hidden_layers=4, layer_types=["sliding", "sliding", "full", "sliding"])
+    engine = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, pipeline_parallel_size=2)
+    layouts = [Layout(engine, place_on_mesh(engine, rank)) for rank in range(2)]
+    rooms = (2**24, 2**22)
+
+    def plan(rank, told):
+        """`told`: what the other rank says, question by question."""
+        asked: list[list[int]] = []
+
+        def minimum(numbers):
+            asked.append(list(numbers))
+            others = told[len(asked) - 1] if len(told) >= len(asked) else numbers
+            return [min(pair) for pair in zip(numbers, others, strict=True)]
+
+        made = plan_kv_cache(model, engine, F32, rooms[rank], layout=layouts[rank], minimum=minimum)
+        return made, asked
+
+    # Each needs to know the other's first answer, then its second one.
+    (_, (first_a, _)), (_, (first_b, _)) = plan(0, []), plan(1, [])
+    (_, (_, second_a)), (_, (_, second_b)) = plan(0, [first_b]), plan(1, [first_a])
+    made_a, made_b = plan(0, [first_b, second_b])[0], plan(1, [first_a, second_a])[0]
+    assert made_a.spec == made_b.spec
+    assert made_a.max_model_len == made_b.max_model_len == min(first_a + first_b)
+    assert made_a.spec.num_full_blocks > 0
+    assert made_b.num_bytes <= rooms[1] * engine.gpu_memory_utilization

@@ -1,16 +1,36 @@
 """Two nodes of a Ray cluster serve a request, until an actor is killed."""
 
+import json
+import subprocess
+import sys
+
 import httpx
 import psutil
 import pytest
 from tests.server.live import PATIENCE, eventually
 from tests.server.process import serving
 
-from musespark import LLM
+from musespark import LLM, SamplingParams
 from musespark.errors import ConfigError
 
 BODY = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512")
+
+
+@pytest.mark.slow
+def test_without_a_cluster_one_is_started_and_ends_with_the_command():
+    pytest.importorskip("ray")
+    arguments = ("--executor", "ray", "--tensor-parallel-size", "2", *SETTINGS)
+    result = subprocess.run(
+        [sys.executable, "-m", "musespark", "generate", "--prompt", "What is 12 + 30?",
+         "--max-tokens", "8", "--num-threads", "2", "--json", *arguments],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    with LLM("spark-mini", device="cpu", dtype="float32", max_model_len=512) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        (alone,) = llm.generate("What is 12 + 30?", params)
+    assert json.loads(result.stdout)["token_ids"] == alone.token_ids
 
 
 @pytest.fixture(scope="module")

@@ -155,6 +155,10 @@ class RankGroup:
         if self._is_ending:  # told to, meanwhile
             self._end_ranks(0)
             return None
+        # Anew, since handlers run in reverse order, and what the launcher has imported may have
+        # handlers that take its ranks away.
+        atexit.unregister(self.end)
+        atexit.register(self.end)
         threading.Thread(target=self._write, name="musespark-pipe", daemon=True).start()
         return self._listen()
 

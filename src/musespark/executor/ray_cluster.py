@@ -47,6 +47,8 @@ class RayRank:
         self.host, self.connection = host, connection
 
     def how_it_ended(self) -> str:
+        if not self._ray.is_initialized():  # or asking it would start another cluster
+            return f"on {self.host} has ended with its cluster"
         try:
             self._ray.get(self._life, timeout=2.0)
         except Exception as error:  # whatever Ray knows of it
@@ -82,8 +84,7 @@ class RayLauncher:
     def start(self) -> Sequence[RayRank]:
         ray = self._ray = _import_ray()
         if not ray.is_initialized():
-            # The cluster of RAY_ADDRESS, one that runs on this machine, or a new one.
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            _connect(ray)
         device_type = self._device_type
         if device_type is None:
             device_type = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
@@ -188,6 +189,29 @@ def _accept(ray: Any, listener: Listener, lives: Sequence[Any]) -> dict[int, Con
         else:
             connections[int(connection.recv_bytes())] = connection
     return connections
+
+
+def _connect(ray: Any) -> None:
+    """Join the cluster of RAY_ADDRESS, one that runs on this machine, or a new one.
+
+    Raises:
+        ConfigError: there is no cluster at RAY_ADDRESS.
+    """
+    outcome: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def live() -> None:
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:
+            outcome.put(error)
+        else:
+            outcome.put(None)
+            # A new cluster's processes end with the thread that started them, so it stays.
+            threading.Event().wait()
+
+    threading.Thread(target=live, name="musespark-ray", daemon=True).start()
+    if (error := outcome.get()) is not None:
+        raise ConfigError(f"executor: no Ray cluster could be reached or started: {error}")
 
 
 def _import_ray() -> Any:

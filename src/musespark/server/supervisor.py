@@ -83,6 +83,9 @@ class Supervisor:
 
     async def stop(self, drain_seconds: float) -> None:
         """Let running requests finish for so long, then end the engine."""
+        is_dead = self.current is not None and self.current.state is EngineState.DEAD
+        if self.current is not None and is_dead and not self._is_stopping and self.death is None:
+            await self._log_death(self.current)  # a moment before the next look
         self._is_stopping = True
         if self._watch is not None:
             self._watch.cancel()

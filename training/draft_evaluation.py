@@ -112,9 +112,9 @@ def evaluate_draft(
     """Ask held-out questions of each task and return the cycles of the replies."""
     llm = LLM(model, device="cpu")
     decoder = load_decoder(model)
-    draft = load_draft(
-        draft_folder, decoder.config, decoder.embed_tokens.weight, dtype=decoder.dtype
-    )
+    assert decoder.embed_tokens is not None  # of one process
+    embedding = decoder.embed_tokens.weight
+    draft = load_draft(draft_folder, decoder.config, embedding, dtype=decoder.dtype)
     tokenizer = build()
     found = {}
     for task in tasks:

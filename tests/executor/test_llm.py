@@ -14,7 +14,12 @@ from musespark.testing import make_checkpoint, make_draft, tiny_config
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # More sequences, and a longer prompt, than fit into one step: chunks, and several steps in turn.
 PROMPTS = [[n + 1, 2 * n + 3, 5] * (n + 1) for n in range(6)] + [list(range(1, 60))]
-SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_queue_len": 1,  # a server's; a call may bring as many prompts as it likes
+}
 
 SHARED_EXPERTS: dict[str, Any] = {"expert_parallel": True, "moe_backend": "all_to_all"}
 LAYOUTS: list[dict[str, Any]] = [

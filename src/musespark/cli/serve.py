@@ -67,7 +67,8 @@ def _checked_keys(keys: list[str]) -> tuple[str, ...]:
 def _announce(name: str, url: str, info: "EngineInfo", *, needs_key: bool) -> None:
     if info.memory_bytes:
         each = " ".join(f"{num_bytes / 2**30:.2f}" for num_bytes in info.memory_bytes)
-        print(f"Spread as {info.layout}, on {info.device.partition(':')[0]}; GiB by rank: {each}")
+        device = info.device.partition(":")[0]
+        print(f"Loaded as {info.layout} on {device}; memory by rank: {each} GiB")
     key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
     kind = "-H 'Content-Type: application/json'"
     print(f"Serving {name} at {url} - open it in a browser, or:")

@@ -1,5 +1,6 @@
 """Where an engine runs: in this process, in processes of its own, on a cluster, under torchrun."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ from musespark.llm.building import build_part
 from musespark.llm.drafting import choose_draft
 from musespark.llm.open_engine import OpenEngine
 from musespark.moe.deployment import validate_deployment
+
+_NO_LIMIT = 2**31
 
 
 def open_engine(
@@ -60,7 +63,9 @@ def open_engine(
         return _open_part(build, world, progress)
     if config.world_size == 1 and config.executor == "multiprocess":
         return _open_part(build, World(config, Place()), progress)
-    remote = RemoteEngine(make_launcher(build, config, device), config, progress=progress)
+    # Nobody else is served, so a call may bring as many prompts as it likes.
+    unlimited = dataclasses.replace(config, max_queue_len=_NO_LIMIT)
+    remote = RemoteEngine(make_launcher(build, unlimited, device), config, progress=progress)
     return remote, remote.info, remote.close
 
 

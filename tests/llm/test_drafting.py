@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from musespark import LLM, SamplingParams
-from musespark.checkpoint.source import packaged_models, resolve_checkpoint
+from musespark.checkpoint.source import packaged_draft, packaged_models, resolve_checkpoint
 from musespark.config.engine import EngineConfig
 from musespark.config.model import DecoderConfig
 from musespark.config.structured_output import StructuredOutput
@@ -37,8 +37,11 @@ def plain():
     return LLM("spark-mini", dtype="float32", max_num_seqs=8, max_num_batched_tokens=96)
 
 
-@pytest.fixture(scope="module")
-def guessing(draft, tmp_path_factory):
+@pytest.fixture(scope="module", params=["random", "packaged"])
+def guessing(request, draft, tmp_path_factory):
+    """With a draft that knows nothing, and with the one that comes with the model."""
+    if request.param == "packaged" and packaged_draft("spark-mini") is None:
+        pytest.skip("spark-mini comes without a draft")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         return LLM(
@@ -46,7 +49,7 @@ def guessing(draft, tmp_path_factory):
             dtype="float32",
             max_num_seqs=8,
             max_num_batched_tokens=96,  # prompts are read in chunks beside guesses
-            draft=str(draft),
+            draft=str(draft) if request.param == "random" else "auto",
             num_speculative_tokens=4,
         )
 

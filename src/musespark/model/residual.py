@@ -15,9 +15,7 @@ from musespark.modules.norms import RMSNorm, WeightFirstRMSNorm
 from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.precision import wide_dtype
 from musespark.ops.residual_gate import residual_gate
-from musespark.parallel.collectives import gather_columns
-from musespark.parallel.mesh import MeshAxis
-from musespark.parallel.rank_sums import PartialSums
+from musespark.parallel.rank_sums import PartialSums, RankSums
 
 
 class ResidualGate(nn.Module):
@@ -68,6 +66,19 @@ class ResidualStream:
             pre_norm.eps,
         )
 
+    def _boundary_over_ranks(self, sums: RankSums, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """`boundary`, of a branch that lies in parts on all ranks."""
+        return sums.boundary(
+            self.stream,
+            self.branch,
+            self.gate.alpha,
+            self.gate.beta,
+            None if self.post_norm is None else self.post_norm.gain,
+            self.post_eps,
+            pre_norm.gain,
+            pre_norm.eps,
+        )
+
     def blend(self) -> Tensor:
         """Blend only: the new stream [T, D] float32."""
         return self.gate.kernels.blend(
@@ -87,16 +98,18 @@ class ColumnShardedStream(ResidualStream):
     The blocks are gathered by the boundary that consumes them.
     """
 
-    axis: MeshAxis
+    block: ColumnBlock
 
     def materialize(self) -> ResidualStream:
         """The same boundary with the whole branch."""
-        branch = gather_columns(self.branch, self.axis)
+        branch = self.block.gather()
         return ResidualStream(self.stream, branch, self.gate, self.post_norm, self.post_eps)
 
     def boundary(self, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Gather, then as for a whole branch."""
-        return self.materialize().boundary(pre_norm)
+        """Gather, blend and norm, in one step where there is a kernel for that."""
+        if self.block.sums is None:
+            return self.materialize().boundary(pre_norm)
+        return self._boundary_over_ranks(self.block.sums, pre_norm)
 
     def blend(self) -> Tensor:
         """Gather, then as for a whole branch."""
@@ -111,16 +124,7 @@ class PartialSumStream(ResidualStream):
 
     def boundary(self, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Sum over ranks, blend and norm in one step."""
-        return self.parts.sums.boundary(
-            self.stream,
-            self.branch,
-            self.gate.alpha,
-            self.gate.beta,
-            None if self.post_norm is None else self.post_norm.gain,
-            self.post_eps,
-            pre_norm.gain,
-            pre_norm.eps,
-        )
+        return self._boundary_over_ranks(self.parts.sums, pre_norm)
 
     def blend(self) -> Tensor:
         """Sum, then as for a whole branch."""
@@ -138,7 +142,7 @@ def unblended(
 ) -> ResidualStream:
     """The deferred boundary for a branch in whatever form its sub-layer left it."""
     if isinstance(branch, ColumnBlock):
-        return ColumnShardedStream(stream, branch.values, gate, post_norm, post_eps, branch.axis)
+        return ColumnShardedStream(stream, branch.values, gate, post_norm, post_eps, branch)
     if isinstance(branch, PartialSums):
         return PartialSumStream(stream, branch.values, gate, post_norm, post_eps, branch)
     return ResidualStream(stream, branch, gate, post_norm, post_eps)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from musespark.modules.norms import RMSNorm
 from musespark.ops.linear import (
     can_pack,
     linear,
@@ -15,6 +16,7 @@ from musespark.ops.linear import (
 )
 from musespark.parallel.collectives import gather_columns
 from musespark.parallel.mesh import ALONE, MeshAxis
+from musespark.parallel.rank_sums import RankSums
 from musespark.parallel.shard import HasTensor, Share, WeightSlot, copy_into
 
 
@@ -114,10 +116,18 @@ class ColumnBlock:
     values: Tensor
     """[T, N / size]."""
     axis: MeshAxis
+    sums: RankSums | None = None
+    """What gathers and norms in one kernel; None: there is none for so many tokens."""
 
     def gather(self) -> Tensor:
         """[T, N] on every rank."""
         return gather_columns(self.values, self.axis)
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """norm(rows [T, N]) on every rank."""
+        if self.sums is None:
+            return norm(self.gather())
+        return self.sums.norm(self.values, norm.gain, norm.eps)
 
 
 class ReplicatedLinear(Linear):
@@ -140,25 +150,29 @@ class ReplicatedLinear(Linear):
         dtype: torch.dtype,
         device: torch.device,
         min_tokens: int = 1,
+        sums: RankSums | None = None,
     ) -> None:
-        """`axis`: the ranks that hold the same tokens; from `min_tokens` on they share the work."""
+        """`axis`: the ranks that hold the same tokens; from `min_tokens` on they share the work.
+        `sums`: what gathers the blocks inside other kernels, if anything does."""
         super().__init__(in_features, out_features, dtype=dtype, device=device)
         can_cut = axis.size > 1 and out_features % axis.size == 0
         self._axis = axis if can_cut else ALONE
         self._tokens = range(min_tokens, self.MAX_TOKENS + 1) if can_cut else range(0)
         self._block_matmul = linear(self._block()) if can_cut else None
+        self._sums = sums
 
     def columns(self, x: Tensor) -> Tensor | ColumnBlock:
         """[T, in_features], alike on all ranks -> [T, out_features], or this rank's block of it."""
         if x.shape[0] not in self._tokens:
             return self(x)
         assert self._block_matmul is not None
-        return ColumnBlock(self._block_matmul(x), self._axis)
+        fuses = self._sums is not None and x.shape[0] <= self._sums.max_tokens
+        return ColumnBlock(self._block_matmul(x), self._axis, self._sums if fuses else None)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """[T, in_features], alike on all ranks -> [T, out_features]."""
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """[T, in_features], alike on all ranks -> norm(rows [T, out_features])."""
         out = self.columns(x)
-        return out.gather() if isinstance(out, ColumnBlock) else out
+        return out.normed(norm) if isinstance(out, ColumnBlock) else norm(out)
 
     def pack(self) -> None:
         """Move the weight, and the block once more by itself, to the fastest layout."""

@@ -1,4 +1,4 @@
-"""How ranks sum few tokens inside the kernels around the sum: on GPUs, and elsewhere."""
+"""How ranks sum and gather few tokens inside other kernels: on GPUs, and elsewhere."""
 
 from typing import Any
 
@@ -14,11 +14,12 @@ from musespark.ops.rank_sums import (
     boundary_over_ranks,
     finalize_over_ranks,
     finalize_summed_rows,
+    norm_over_ranks,
     num_flags,
     sum_reference,
 )
 from musespark.ops.triton_import import HAS_TRITON
-from musespark.parallel.collectives import all_gather
+from musespark.parallel.collectives import all_gather, gather_columns
 from musespark.parallel.mesh import MeshAxis
 from musespark.parallel.rank_sums import RankSums
 
@@ -71,10 +72,16 @@ class GatheredSums:
         pre_gain: Tensor,
         pre_eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Sum, then the boundary."""
+        """Sum or gather, then the boundary."""
+        is_whole = partial.shape[1] == stream.shape[1]
+        branch = self._sum(partial) if is_whole else gather_columns(partial, self._axis)
         return self._kernels.residual_boundary(
-            stream, self._sum(partial), alpha, beta, post_gain, post_eps, pre_gain, pre_eps
+            stream, branch, alpha, beta, post_gain, post_eps, pre_gain, pre_eps
         )
+
+    def norm(self, block: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """Gather, then norm."""
+        return self._kernels.rms_norm(gather_columns(block, self._axis), gain, eps)
 
     def finalize(
         self, rows: Tensor, route_weights: Tensor, route_index: Tensor, gain: Tensor, eps: float
@@ -135,6 +142,10 @@ class SymmetricSums:
         return boundary_over_ranks(
             stream, partial, alpha, beta, post_gain, post_eps, pre_gain, pre_eps, self._next()
         )
+
+    def norm(self, block: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """One kernel."""
+        return norm_over_ranks(block, gain, eps, self._next())
 
     def finalize(
         self, rows: Tensor, route_weights: Tensor, route_index: Tensor, gain: Tensor, eps: float

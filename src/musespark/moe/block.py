@@ -48,7 +48,7 @@ class CompressedMoE(nn.Module):
         self.gate = Router(config, dtype=dtype, device=device)
         shared = layout.projection_axis
         self.pre_expert_proj = ReplicatedLinear(
-            hidden, width, axis=shared, dtype=dtype, device=device
+            hidden, width, axis=shared, dtype=dtype, device=device, sums=layout.sums
         )
         self.pre_expert_norm = CentredRMSNorm(
             width, config.rms_norm_eps, dtype=dtype, device=device
@@ -61,6 +61,7 @@ class CompressedMoE(nn.Module):
             dtype=dtype,
             device=device,
             min_tokens=layout.min_unpooler_tokens,
+            sums=layout.sums,
         )
         self._side_by_side = side_by_side(device)
         self.runs_on_cut_tokens = runs_on_cut_tokens(config, layer_index, layout)
@@ -80,7 +81,9 @@ class CompressedMoE(nn.Module):
             return self._on_the_same_tokens(hidden_states, place.padding)
         if self.runs_on_cut_tokens:
             routing, pooled = self._route_and_pool(
-                hidden_states, place.padding, self.pre_expert_proj
+                hidden_states,
+                place.padding,
+                lambda x: self.pre_expert_norm(self.pre_expert_proj(x)),
             )
             return self.post_expert_proj(self._run_on_cut(pooled, routing))
         everybody = self._on_the_same_tokens(place.gather(hidden_states), place.whole.padding)
@@ -90,8 +93,9 @@ class CompressedMoE(nn.Module):
         self, hidden_states: Tensor, padding: Tensor | None
     ) -> Tensor | ColumnBlock:
         """[T, D], alike on all ranks of a group -> [T, D], or the columns of this rank."""
-        pool = self.pre_expert_proj.gathered
-        routing, pooled = self._route_and_pool(hidden_states, padding, pool)
+        routing, pooled = self._route_and_pool(
+            hidden_states, padding, lambda x: self.pre_expert_proj.normed(x, self.pre_expert_norm)
+        )
         return self.post_expert_proj.columns(self._run_experts(pooled, routing))
 
     def _route_and_pool(
@@ -100,7 +104,7 @@ class CompressedMoE(nn.Module):
         together = self._side_by_side if hidden_states.shape[0] <= MAX_TOKENS else in_turn
         return together(
             lambda: self.gate(hidden_states, padding),
-            lambda: self.pre_expert_norm(pool(hidden_states)),  # [T, H]
+            lambda: pool(hidden_states),  # [T, H], normed
         )
 
     def _runners(self, layout: Layout) -> tuple[Runner, Runner]:

@@ -1,15 +1,17 @@
-"""Sums over ranks inside the kernels on either side of them: one-shot all-reduces.
+"""Sums and gathers over ranks inside the kernels on either side of them, in one shot.
 
 Every rank's device can read every rank's buffer. A kernel puts its rank's part into its own buffer,
 meets the other ranks, and reads all parts itself: one trip over the link instead of a collective's
 several, and no launch between. Sums run in float32, in rank order, and are rounded once, so all
 ranks get the same bits.
 
-Three sums stand between kernels of a layer:
+Of a layer's exchanges these can be inside of kernels:
 
-    finalize_over_ranks         b( sum_r finalize(rows of rank r) )            expert parallel
-    finalize_summed_rows        finalize( b( sum_r rows of rank r ) )          tensor parallel
-    boundary_over_ranks         boundary( stream, b( sum_r branch of rank r )) attention, dense FFN
+    finalize_over_ranks     b( sum_r finalize(rows of rank r) )              expert parallel
+    finalize_summed_rows    finalize( b( sum_r rows of rank r ) )            tensor parallel
+    boundary_over_ranks     boundary( stream, b( sum_r branch of rank r ))   attention, dense FFN
+                            boundary( stream, columns of all ranks )         unpooler
+    norm_over_ranks         rms_norm( columns of all ranks )                 pooler
 """
 
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from torch import Tensor
 from musespark.ops.expert_finalize import expert_finalize_reference
 from musespark.ops.precision import wide_dtype
 from musespark.ops.residual_boundary import residual_boundary_reference
+from musespark.ops.rms_norm import rms_norm_reference
 from musespark.ops.triton_import import next_power_of_2, num_multiprocessors, round_to, tl, triton
 
 MAX_PROGRAMS = 1024
@@ -61,6 +64,11 @@ def sum_reference(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
+def columns_reference(parts: Tensor) -> Tensor:
+    """[ranks, T, N / ranks] -> [T, N]: blocks of columns side by side."""
+    return parts.transpose(0, 1).flatten(1)
+
+
 def finalize_summed_rows_reference(
     parts: Tensor, route_weights: Tensor, route_index: Tensor, gain: Tensor, eps: float
 ) -> Tensor:
@@ -78,10 +86,18 @@ def boundary_over_ranks_reference(
     pre_gain: Tensor,
     pre_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """`parts` [ranks, T, D] partial branches; the rest as for `residual_boundary`."""
+    """`parts` [ranks, T, D] partial branches, or [ranks, T, D / ranks] blocks of columns; the rest
+    as for `residual_boundary`."""
+    is_whole = parts.shape[2] == stream.shape[1]
+    branch = sum_reference(parts) if is_whole else columns_reference(parts)
     return residual_boundary_reference(
-        stream, sum_reference(parts), alpha, beta, post_gain, post_eps, pre_gain, pre_eps
+        stream, branch, alpha, beta, post_gain, post_eps, pre_gain, pre_eps
     )
+
+
+def norm_over_ranks_reference(parts: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """`parts` [ranks, T, N / ranks]; the rest as for `rms_norm`."""
+    return rms_norm_reference(columns_reference(parts), gain, eps)
 
 
 @triton.jit
@@ -119,10 +135,33 @@ def _sum_parts(buffers_ptr, offset, inside, RANKS: tl.constexpr, dtype: tl.const
     """The float32 sum of all ranks' elements at `offset`, rounded as the buffers are."""
     first = tl.load(_buffer(buffers_ptr, 0, dtype) + offset, inside, other=0.0)
     total = first.to(tl.float32)
-    for peer in tl.static_range(1, RANKS):  # unrolled, so that all parts are under way at once
+    # Unrolled, so that several parts are under way at once; all eight would not fit into registers.
+    for peer in tl.range(1, RANKS, loop_unroll_factor=4):
         part = tl.load(_buffer(buffers_ptr, peer, dtype) + offset, inside, other=0.0)
         total += part.to(tl.float32)
     return round_to(total, dtype).to(tl.float32)
+
+
+@triton.jit
+def _gather_parts(buffers_ptr, row, column, width, RANKS: tl.constexpr, dtype: tl.constexpr):
+    """A row whose columns lie in equal blocks on the ranks, float32."""
+    share = width // RANKS
+    total = tl.zeros(column.shape, tl.float32)
+    for peer in tl.range(0, RANKS, loop_unroll_factor=4):
+        place = column - peer * share
+        part = _buffer(buffers_ptr, peer, dtype) + row * share + place
+        total += tl.load(part, (place >= 0) & (place < share), other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _publish(part_ptr, stride, share, num_rows, mine, BLOCK: tl.constexpr):
+    """Copy this program's rows into this rank's buffer."""
+    column = tl.arange(0, BLOCK)
+    inside = column < share
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        part = tl.load(part_ptr + row * stride + column, inside, other=0.0)
+        tl.store(mine + row * share + column, part, inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -144,22 +183,28 @@ def _boundary_over_ranks_kernel(
     post_eps,
     pre_eps,
     HAS_POST_GAIN: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows program_id, program_id + num_programs, ...: all into the buffer, then each summed."""
+    """Rows program_id, program_id + num_programs, ...: all into the buffer, then one by one.
+
+    HAS_COLUMNS: parts are blocks of columns; else they are summed.
+    """
     dtype: tl.constexpr = normed_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
     inside = column < width
+    share = width // RANKS if HAS_COLUMNS else width
     mine = _buffer(buffers_ptr, rank, dtype)
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        part = tl.load(partial_ptr + row * partial_stride + column, inside, other=0.0)
-        tl.store(mine + row * width + column, part, inside)
+    _publish(partial_ptr, partial_stride, share, num_rows, mine, BLOCK)
     _meet(flags_ptr, rank, RANKS, BLOCK_R)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         offset = row * width + column
-        branch = _sum_parts(buffers_ptr, offset, inside, RANKS, dtype)
+        if HAS_COLUMNS:
+            branch = _gather_parts(buffers_ptr, row, column, width, RANKS, dtype)
+        else:
+            branch = _sum_parts(buffers_ptr, offset, inside, RANKS, dtype)
         # A program has a row or two: the channels' vectors are read when they are needed, since
         # the parts of all ranks fill the registers before.
         if HAS_POST_GAIN:
@@ -185,16 +230,18 @@ def boundary_over_ranks(
     pre_eps: float,
     memory: PeerMemory,
 ) -> tuple[Tensor, Tensor]:
-    """`residual_boundary` of a branch that is the sum of all ranks' `partial` [T, D].
+    """`residual_boundary` of a branch that lies in parts on all ranks.
 
-    Called by all ranks together, with the same T.
+    Called by all ranks together, with the same T. `partial` is either [T, D], a part of a sum over
+    ranks, or [T, D / ranks], a block of columns.
     """
-    num_rows, width = partial.shape
-    normed = torch.empty_like(partial, memory_format=torch.contiguous_format)
+    num_rows, width = stream.shape
+    normed = partial.new_empty((num_rows, width))
     new_stream = torch.empty_like(stream)
     if not num_rows:
         return normed, new_stream
-    assert num_rows * width <= memory.capacity
+    assert partial.numel() <= memory.capacity
+    assert partial.shape[1] in (width, width / memory.size)
     assert stream.is_contiguous()
     assert partial.stride(1) == 1
     block = next_power_of_2(width)
@@ -216,12 +263,75 @@ def boundary_over_ranks(
         post_eps,
         pre_eps,
         HAS_POST_GAIN=post_gain is not None,
+        HAS_COLUMNS=partial.shape[1] < width,
         RANKS=memory.size,
         BLOCK_R=next_power_of_2(memory.size),
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
     )
     return normed, new_stream
+
+
+@triton.jit(do_not_specialize=["num_rows", "rank"])
+def _norm_over_ranks_kernel(
+    part_ptr,
+    gain_ptr,
+    out_ptr,
+    buffers_ptr,
+    flags_ptr,
+    rank,
+    num_rows,
+    width,
+    part_stride,
+    eps,
+    RANKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows program_id, program_id + num_programs, ...: all into the buffer, then one by one."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    mine = _buffer(buffers_ptr, rank, dtype)
+    _publish(part_ptr, part_stride, width // RANKS, num_rows, mine, BLOCK)
+    _meet(flags_ptr, rank, RANKS, BLOCK_R)
+    gain = tl.load(gain_ptr + column, inside, other=0.0)
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        x = _gather_parts(buffers_ptr, row, column, width, RANKS, dtype)
+        normed = x * tl.rsqrt(tl.sum(x * x) / width + eps) * gain
+        tl.store(out_ptr + row * width + column, round_to(normed, dtype), inside)
+
+
+def norm_over_ranks(part: Tensor, gain: Tensor, eps: float, memory: PeerMemory) -> Tensor:
+    """`rms_norm` of rows [T, N] whose blocks of columns `part` [T, N / ranks] are on all ranks.
+
+    Called by all ranks together, with the same T.
+    """
+    num_rows, width = part.shape[0], gain.shape[0]
+    out = part.new_empty((num_rows, width))
+    if not num_rows:
+        return out
+    assert part.shape[1] * memory.size == width
+    assert part.numel() <= memory.capacity
+    assert part.stride(1) == 1
+    block = next_power_of_2(width)
+    _norm_over_ranks_kernel[(_num_programs(num_rows, part.device),)](
+        part,
+        gain,
+        out,
+        memory.buffers,
+        memory.flags,
+        memory.rank,
+        num_rows,
+        width,
+        part.stride(0),
+        eps,
+        RANKS=memory.size,
+        BLOCK_R=next_power_of_2(memory.size),
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])

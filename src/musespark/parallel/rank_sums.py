@@ -1,4 +1,4 @@
-"""Sums over ranks that are left to whoever uses them next, so that both become one kernel."""
+"""Sums and gathers that are left to whoever uses them next, so that both become one kernel."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,13 +10,13 @@ from musespark.parallel.mesh import MeshAxis
 
 
 class RankSums(Protocol):
-    """Sums over the tensor ranks together with the operation behind (or before) them.
+    """Sums and gathers over the tensor ranks together with the operation behind (or before) them.
 
     Every method is called by all ranks together, with the same number of tokens.
     """
 
     max_tokens: int
-    """More tokens than this are summed by a collective of their own."""
+    """More tokens than this take a collective of their own."""
 
     def boundary(
         self,
@@ -29,7 +29,12 @@ class RankSums(Protocol):
         pre_gain: Tensor,
         pre_eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """`residual_boundary` of the sum of all ranks' branches `partial` [T, D]."""
+        """`residual_boundary` of the sum of all ranks' branches `partial` [T, D], or of their
+        blocks of columns [T, D / ranks]."""
+        ...
+
+    def norm(self, block: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """`rms_norm` of the ranks' blocks of columns [T, N / ranks] side by side: [T, N]."""
         ...
 
     def finalize(

@@ -142,6 +142,11 @@ def compile_rank_sums(tokens: int, ranks: int) -> None:
         rank_sums.boundary_over_ranks(
             stream, branch, vector, vector, post_gain, 1e-8, vector, 1e-5, memory
         )
+    columns = branch[:, : 8192 // ranks].contiguous()
+    rank_sums.boundary_over_ranks(
+        stream, columns, vector, vector, vector, 1e-8, vector, 1e-5, memory
+    )
+    rank_sums.norm_over_ranks(empty(tokens, 4096 // ranks), narrow, 1e-5, memory)
     index = torch.zeros((tokens, 8), dtype=torch.int64)
     for finalize in (rank_sums.finalize_over_ranks, rank_sums.finalize_summed_rows):
         weights = empty(tokens, 8, dtype=F32)

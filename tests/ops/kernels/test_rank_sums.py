@@ -23,12 +23,14 @@ from musespark.ops.rank_sums import (
     finalize_over_ranks,
     finalize_summed_rows,
     finalize_summed_rows_reference,
+    norm_over_ranks,
+    norm_over_ranks_reference,
     num_flags,
     sum_reference,
 )
 
 pytestmark = [needs_kernels, pytest.mark.skipif(ON_GPU, reason="for processes on one CPU")]
-WIDTHS = (8, 24)
+WIDTHS = (12, 24)
 TOKENS = (0, 1, 5)
 
 
@@ -80,7 +82,7 @@ def check_all(rank, size, folder):
         turn = 0
         for width in WIDTHS:
             for tokens in TOKENS:
-                for check in (check_boundary, check_finalize, check_summed_rows):
+                for check in (check_boundary, check_columns, check_finalize, check_summed_rows):
                     check(rank, size, tokens, width, dtype, memories[turn])
                     turn = 1 - turn
         del kept
@@ -102,6 +104,22 @@ def check_boundary(rank, size, tokens, width, dtype, memory):
         assert close(normed, expected[0])
         assert close(new_stream, expected[1])
         dist.barrier()  # the same memory once more
+
+
+def check_columns(rank, size, tokens, width, dtype, memory):
+    blocks = randn(size, tokens, width // size, seed=tokens).to(dtype)
+    stream = randn(tokens, width, seed=1)
+    alpha, beta, post, pre = (randn(width, seed=seed) for seed in range(2, 6))
+    rest = (alpha, beta, post, 1e-8, pre, 1e-5)
+    normed, new_stream = boundary_over_ranks(stream, blocks[rank], *rest, memory)
+    expected = boundary_over_ranks_reference(stream, blocks, *rest)
+    assert normed.dtype == dtype
+    assert close(normed, expected[0])
+    assert close(new_stream, expected[1])
+    dist.barrier()  # the same memory once more
+    found = norm_over_ranks(blocks[rank], pre, 1e-5, memory)
+    assert found.dtype == dtype
+    assert close(found, norm_over_ranks_reference(blocks, pre, 1e-5))
 
 
 def routes(tokens, seed):

@@ -6,19 +6,23 @@ checked: the ranks of a stage sum their tokens, and a stage passes them on to th
 
 import os
 import signal
+import time
 from functools import partial
 
 import torch
 from tests.engine.fake_model import VOCAB_SIZE, FakeModel
 from torch import Tensor
 
+from musespark.config.parallel import Parallelism
 from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
 from musespark.engine.inputs import InputBuilder
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.errors import CapacityError
 from musespark.executor.distributed import DriverExecutor, accept_ranks, connect_to_driver, follow
+from musespark.executor.multiprocess import LocalLauncher, LocalRank
 from musespark.executor.rank import Driver, Follower
+from musespark.executor.remote_engine import RemoteEngine
 from musespark.executor.world import World
 from musespark.model.batch import ForwardBatch
 from musespark.parallel.collectives import all_reduce, receive, send
@@ -134,3 +138,12 @@ def build(world: World, *, trouble: str = "", where: int = -1, progress=None) ->
         executor.end()
 
     return Driver(Engine(executor, LAYOUT, LIMITS), info, end, num_bytes=11)
+
+
+def wait_as_front() -> None:
+    """Start two ranks, print their process ids, and do nothing more."""
+    parallelism = Parallelism(tensor_parallel_size=2)
+    engine = RemoteEngine(LocalLauncher(build, parallelism), parallelism)
+    ranks = engine._group.ranks
+    print(*(rank.process.pid for rank in ranks if isinstance(rank, LocalRank)), flush=True)
+    time.sleep(600)

@@ -4,13 +4,17 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
+import psutil
 import pytest
 from tests.engine.fake_model import VOCAB_SIZE, greedy, next_logits
 from tests.executor import fake_ranks
 from tests.executor.fake_ranks import POISON
+from tests.server.live import eventually
 
 from musespark.config.parallel import Parallelism
 from musespark.config.sampling import SamplingParams
@@ -241,3 +245,20 @@ def test_a_remote_engine_says_how_it_died():
     with pytest.raises(EngineDeadError, match="poisoned"):
         engine.step()
     engine.close()
+
+
+def test_ranks_end_when_their_front_is_killed():
+    code = "from tests.executor.fake_ranks import wait_as_front; wait_as_front()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        ranks = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
+        assert len(ranks) == 2
+        front.kill()
+    assert eventually(lambda: not any(_is_alive(rank) for rank in ranks), 30)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Nobody may be there to take its exit code: then it is a zombie for ever."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False

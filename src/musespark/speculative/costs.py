@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from musespark.speculative.budget import StepCosts, check_costs, smoothed
 
-# Runs of each size: the first ones compile, record and warm up.
-_WARM_UPS, _RUNS = 2, 5
+# Runs of each size: the first ones compile, record and warm up; of the others the fastest counts,
+# since whatever else the machine does only ever adds.
+_WARM_UPS, _RUNS = 2, 7
 
 Run = Callable[[int], None]
 """Runs something for so many sequences, and waits until it is done."""
@@ -38,18 +38,23 @@ def measure_costs(
     """
 
     def seconds(run: Run, size: int) -> float:
-        times = []
-        for _ in range(_WARM_UPS + _RUNS):
-            started = clock()
-            run(size)
-            times.append(clock() - started)
-        return median(times[_WARM_UPS:])
+        started = clock()
+        run(size)
+        return clock() - started
 
-    sizes = list(sizes)
+    points: list[tuple[int, float, float, float]] = []
+    for size in sizes:
+        # In turn, so that all three meet the machine in the same mood.
+        times = [
+            (seconds(plain, size), seconds(verify, size), seconds(draft, size))
+            for _ in range(_WARM_UPS + _RUNS)
+        ]
+        fastest = [min(each) for each in zip(*times[_WARM_UPS:], strict=True)]
+        points.append((size, fastest[0], max(fastest[:2]), fastest[2]))
     return StepCosts(
-        plain=smoothed([(size, seconds(plain, size)) for size in sizes]),
-        verify=smoothed([(size * rows, seconds(verify, size)) for size in sizes]),
-        draft=smoothed([(size, seconds(draft, size)) for size in sizes]),
+        plain=smoothed([(size, seconds) for size, seconds, _, _ in points]),
+        verify=smoothed([(size * rows, seconds) for size, _, seconds, _ in points]),
+        draft=smoothed([(size, seconds) for size, _, _, seconds in points]),
     )
 
 

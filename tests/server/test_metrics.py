@@ -1,5 +1,6 @@
 """GET /metrics."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -57,6 +58,7 @@ class Guessing:
     """As much of an engine as metrics read."""
 
     state = EngineState.READY
+    info = SimpleNamespace(memory_bytes=(300, 200))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -69,6 +71,14 @@ class Guessing:
                 saved_seconds=-0.25,
             )
         )
+
+
+def test_ranks_and_what_they_hold_are_told() -> None:
+    engine: Any = Guessing()
+    text = Metrics(lambda: engine).render().decode()
+    assert "musespark_ranks 2.0" in text
+    assert 'musespark_rank_memory_bytes{rank="0"} 300.0' in text
+    assert 'musespark_rank_memory_bytes{rank="1"} 200.0' in text
 
 
 def test_what_a_draft_brings_is_told() -> None:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from training.config import SPARK_MINI
+from training.draft import Read, Trainer
 from training.draft_config import DRAFT_RECIPE, SPARK_MINI_DRAFT
 from training.draft_data import continued, made
 from training.draft_export import export_draft
-from training.draft_model import Blocks, Draft
+from training.draft_model import Blocks, Draft, DraftOutput
 
 from musespark.config.draft import DraftConfig
 from musespark.llm.loading import load_draft
@@ -87,6 +88,52 @@ def test_the_export_states_what_the_trained_draft_is(draft, tmp_path):
     assert {layer.sliding_window for layer in config.layers} == {shape.window}
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size <= 4 * 2**20
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    size = (SPARK_MINI.vocab_size, SPARK_MINI.hidden_size)
+    target = mock.Mock(embedding=0.1 * torch.randn(size), lm_head=0.02 * torch.randn(size))
+    return Trainer(replace(DRAFT_RECIPE, anchors=40), target, torch.device("cpu"))
+
+
+def test_blocks_begin_where_the_assistant_goes_on(trainer):
+    ids = torch.arange(40)[None]
+    trained = torch.zeros(1, 40, dtype=torch.bool)
+    trained[0, 10:16] = trained[0, 39] = True
+    blocks, wanted = trainer._draw_blocks(ids, trained)
+    assert set(blocks.anchors.flatten().tolist()) == {10, 11, 12, 13, 14}
+    for anchor, tokens, places in zip(
+        blocks.anchors[0].tolist(), blocks.tokens[0].tolist(), wanted[0].tolist(), strict=True
+    ):
+        assert tokens == list(range(anchor, anchor + 7))
+        assert places == [float(anchor + 1 + place <= 15) for place in range(7)]
+
+
+def test_a_draft_that_says_what_the_target_says_loses_nothing(trainer):
+    logits = torch.randn(1, 3, 7, 384)
+    perfect = DraftOutput(logits, torch.full((1, 3, 7), 20.0))
+    judged = trainer._losses(perfect, logits, torch.ones(1, 3, 7))
+    assert judged.total_variation < 1e-5
+    assert judged.confidence < 1e-5
+    assert judged.tokens_per_cycle == 6
+    wrong = DraftOutput(-logits, torch.full((1, 3, 7), 20.0))
+    judged = trainer._losses(wrong, logits, torch.ones(1, 3, 7))
+    assert judged.total_variation > 0.5
+    assert judged.confidence > 5
+    assert judged.tokens_per_cycle == 1
+
+
+def test_training_lowers_the_loss(trainer):
+    ids = torch.randint(250, (2, 48))
+    read = Read(
+        ids,
+        torch.ones(2, 48, dtype=torch.bool),
+        20 * torch.nn.functional.one_hot(ids.roll(-1, 1), 384).float(),
+        torch.randn(2, 48, 4 * 256).bfloat16(),
+    )
+    losses = [trainer.train_step(read).cross_entropy.item() for _ in range(12)]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_own_conversations_are_prompts_and_what_was_made_of_them():

@@ -28,8 +28,8 @@ def test_it_is_small_and_made_for_spark_mini(folder):
 
 
 def test_most_of_its_guesses_are_right(folder):
-    """2.5 tokens a cycle is far above chance, and below what it reaches (see its README.md)."""
+    """3 tokens a cycle is far above chance, and below what it reaches (see its README.md)."""
     found = evaluate_draft("spark-mini", folder, TASKS, 2, NUM_TOKENS)
     total = sum(found.values(), Cycles(0, 0, (0,) * NUM_TOKENS, (0,) * NUM_TOKENS))
-    assert total.tokens_per_cycle > 2.5
-    assert total.accepted[0] > 0.6 * total.offered[0]
+    assert total.tokens_per_cycle > 3
+    assert total.accepted[0] > 0.7 * total.offered[0]

@@ -67,8 +67,12 @@ class Target:
     def __init__(self, folder: Path, taps: tuple[int, ...], device: torch.device) -> None:
         """Load the checkpoint."""
         self.decoder = load_decoder(folder, device=device)
-        self.embedding = self.decoder.embed_tokens.weight.float()
-        self.lm_head = self.decoder.lm_head.weight.float()
+        table, head = self.decoder.embed_tokens, self.decoder.lm_head
+        # One process has all of the model, and its weights are plain until they are packed.
+        assert table is not None
+        assert head is not None
+        assert head.weight is not None
+        self.embedding, self.lm_head = table.weight.float(), head.weight.float()
         self.decoder.pack()
         self.taps = taps
 

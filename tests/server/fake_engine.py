@@ -80,6 +80,8 @@ class FakeEngine:
         if self.load_error is not None:
             self.state = EngineState.DEAD
             raise self.load_error
+        if self.state is EngineState.DEAD:
+            raise EngineDeadError("The engine has died.")
         self.state = EngineState.READY
 
     async def generate(self, request: EngineRequest) -> "_Stream":

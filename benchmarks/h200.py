@@ -23,8 +23,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ from musespark.ops.route_topk import route_topk_triton, route_triton
 from musespark.ops.router_gemm import router_gemm_triton
 from musespark.ops.silu_mul import silu_mul_triton
 from musespark.ops.soft_cap import soft_cap_triton
+from musespark.parallel.layout import ONE_PROCESS, Layout
+from musespark.parallel.placement import StepPlaces
 
 D, HEADS, KV_HEADS, HEAD_DIM = 8192, 128, 16, 64
 E, K, H, INNER, V, WINDOW = 256, 8, 4096, 4096, 202048, 2048
@@ -443,6 +446,35 @@ def fill_randomly(model: torch.nn.Module) -> None:
                 getattr(kind, method)(module)
 
 
+def layer_step(
+    T: int, context: int, queries: int = 1, layout: Layout = ONE_PROCESS
+) -> Callable[[DecoderLayer], Tensor]:
+    """Draw a step's inputs; what it returns runs a layer with its boundaries on them.
+
+    Args:
+        T: tokens.
+        context: keys of each sequence, the new ones included.
+        queries: new tokens of each sequence.
+        layout: of the layer; this rank gets the rows that belong to it.
+    """
+    sequences, cache = paged(T, context, queries, kv_heads=KV_HEADS // layout.tensor.size)
+    place = StepPlaces.of(layout, T, None, DEVICE).cut
+    stream, normed = place.shard(randn(T, D, dtype=F32)), place.shard(randn(T, D))
+    positions = torch.arange(context - queries, context, device=DEVICE).repeat(T // queries)
+    angles = rotary_angles(positions, 5e5, HEAD_DIM)
+
+    def run(layer: DecoderLayer) -> Tensor:
+        residual = layer(normed, stream, sequences, cache, angles, place, place)
+        return residual.boundary(layer.input_layernorm)[1]
+
+    return run
+
+
+def decode_or_prompt(T: int) -> tuple[int, int]:
+    """(context, queries): T sequences that decode, or one prompt of T tokens."""
+    return (CONTEXT, 1) if T <= 256 else (T, T)
+
+
 def time_layers(kind: str, sizes: list[int], bandwidth: float, rate: float) -> list[Result]:
     """A whole decoder layer with its boundaries: T sequences decode, or one prompt of T tokens."""
     layer = DecoderLayer(released_config(kind == "nvfp4"), 0, dtype=BF16, device=DEVICE)
@@ -451,17 +483,8 @@ def time_layers(kind: str, sizes: list[int], bandwidth: float, rate: float) -> l
     other_bytes = 2 * D * ((2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS * HEAD_DIM + 2 * H)
     results = []
     for T in sizes:
-        queries = 1 if T <= 256 else T
-        context = CONTEXT if queries == 1 else T
-        sequences, cache = paged(T, context, queries)
-        stream, normed = randn(T, D, dtype=F32), randn(T, D)
-        positions = torch.arange(context - queries, context, device=DEVICE).repeat(T // queries)
-        angles = rotary_angles(positions, 5e5, HEAD_DIM)
-
-        def run() -> Tensor:
-            residual = layer(normed, stream, sequences, cache, angles)  # noqa: B023
-            return residual.boundary(layer.input_layernorm)[1]
-
+        context, queries = decode_or_prompt(T)
+        run = partial(layer_step(T, context, queries), layer)
         chosen: list[Tensor] = []
         hook = layer.mlp.gate.register_forward_hook(lambda *args: chosen.append(args[2].ids))  # noqa: B023
         with torch.inference_mode():
@@ -545,15 +568,9 @@ def time_graph(graph: torch.cuda.CUDAGraph) -> float:
 @torch.inference_mode()
 def time_parts(decoder: Decoder, count: int) -> float:
     """Time in us of all layers and the logits, none of which waits for another's result."""
-    sequences, cache = paged(count, 128, 1)
-    stream, normed = randn(count, D, dtype=F32), randn(count, D)
-    angles = rotary_angles(torch.full((count,), 127, device=DEVICE), 5e5, HEAD_DIM)
-
-    def run(layer: Any) -> None:
-        layer(normed, stream, sequences, cache, angles).boundary(layer.input_layernorm)
-
-    layers = list(decoder.layers)
-    layers_us = median_us([lambda layer=layer: run(layer) for layer in layers]) * len(layers)
+    run, normed = layer_step(count, 128), randn(count, D)
+    layers = [cast("DecoderLayer", layer) for layer in decoder.layers]
+    layers_us = median_us([partial(run, layer) for layer in layers]) * len(layers)
     return layers_us + median_us([lambda: decoder._logits(normed)])
 
 

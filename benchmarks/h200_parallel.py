@@ -23,7 +23,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +32,25 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from benchmarks.h200 import (
     BF16,
-    CONTEXT,
     DEVICE,
     F32,
-    HEAD_DIM,
-    KV_HEADS,
     D,
     H,
     K,
     V,
+    decode_or_prompt,
     fill_randomly,
+    layer_step,
     median_us,
-    paged,
     randn,
     released_config,
-)  # fmt: skip
-from torch import Tensor
+)
 
 from musespark import load_decoder
+from musespark.checkpoint.quantize import quantize_checkpoint
 from musespark.config.parallel import Parallelism
 from musespark.model.layer import DecoderLayer
 from musespark.moe.router import Router
-from musespark.ops.rotary import rotary_angles
 from musespark.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -62,8 +59,7 @@ from musespark.parallel.collectives import (
     reduce_scatter,
 )
 from musespark.parallel.layout import Layout
-from musespark.parallel.mesh import Mesh, MeshAxis, build_mesh
-from musespark.parallel.placement import StepPlaces
+from musespark.parallel.mesh import Mesh, build_mesh
 from musespark.testing import make_checkpoint
 
 LINK_BYTES_PER_US = 450e3  # NVLink 4, one direction
@@ -220,29 +216,17 @@ def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
             here = T // parallelism.data_parallel_size
             if here == 0:
                 continue
-            us = slowest(time_layer(layer, layout, mesh.tensor, here))
+            us = slowest(time_layer(layer, layout, here))
             if is_one:
                 alone[T] = us
             efficiency = None if is_one else alone[T] / us / world
             yield Timed(f"layer {kind}", name, T, us, efficiency=efficiency)
 
 
-def time_layer(layer: DecoderLayer, layout: Layout, axis: MeshAxis, T: int) -> float:
+def time_layer(layer: DecoderLayer, layout: Layout, T: int) -> float:
     """Microseconds of the layer, its collectives and its boundaries, on this rank."""
-    queries = 1 if T <= 256 else T
-    context = CONTEXT if queries == 1 else T
-    sequences, cache = paged(T, context, queries, kv_heads=KV_HEADS // axis.size)
-    torch.manual_seed(T)
-    stream, normed = randn(T, D, dtype=F32), randn(T, D)
-    positions = torch.arange(context - queries, context, device=DEVICE).repeat(T // queries)
-    angles = rotary_angles(positions, 5e5, HEAD_DIM)
-    place = StepPlaces.of(layout, T, None, DEVICE).cut
-    own_stream, own_normed = place.shard(stream), place.shard(normed)
-
-    def run() -> Tensor:
-        residual = layer(own_normed, own_stream, sequences, cache, angles, place, place)
-        return residual.boundary(layer.input_layernorm)[1]
-
+    torch.manual_seed(T)  # alike on all ranks
+    run = partial(layer_step(T, *decode_or_prompt(T), layout), layer)
     waits = any(getattr(part, "waits_for_device", False) for part in layer.modules())
     with torch.inference_mode():
         assert bool(run().isfinite().all())
@@ -304,8 +288,6 @@ def main() -> None:
 
 def small_models(place: Path) -> dict[str, str]:
     """A random model with wide experts, and the same with NVFP4 ones."""
-    from musespark.checkpoint.quantize import quantize_checkpoint
-
     plain = make_checkpoint(
         place / "plain",
         dtype=torch.float32,

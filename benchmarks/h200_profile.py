@@ -6,11 +6,10 @@ python benchmarks/h200_profile.py --kind nvfp4 --tokens 1
 import argparse
 
 import torch
-from h200 import BF16, CONTEXT, DEVICE, F32, D, fill_randomly, paged, randn, released_config
+from h200 import BF16, CONTEXT, DEVICE, fill_randomly, layer_step, released_config
 from torch.profiler import ProfilerActivity, profile
 
 from musespark.model.layer import DecoderLayer
-from musespark.ops.rotary import rotary_angles
 
 
 def main() -> None:
@@ -27,20 +26,14 @@ def main() -> None:
 
 def profile_step(layer: DecoderLayer, T: int) -> None:
     """Print the kernels of one replay of a step of T sequences, in order of their start."""
-    sequences, cache = paged(T, CONTEXT, 1)
-    stream, normed = randn(T, D, dtype=F32), randn(T, D)
-    angles = rotary_angles(torch.full((T,), CONTEXT - 1, device=DEVICE), 5e5, 64)
-
-    def run() -> None:
-        layer(normed, stream, sequences, cache, angles).boundary(layer.input_layernorm)
-
+    run = layer_step(T, CONTEXT)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        run()
+        run(layer)
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        run()
+        run(layer)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()

@@ -106,12 +106,10 @@ def _compare(
     model: str, reference: str, llm: "LLM", device: str | None, dtype: str | None, seed: int
 ) -> "LogitReport":
     """Logits of the model against the reference's in float32, over right conversations."""
-    import torch
-
     from musespark.evals.reference import compare_logits, reference_sequences
-    from musespark.llm.loading import load_decoder
+    from musespark.llm.loading import default_device, load_decoder
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     decoder = load_decoder(model, device=device, dtype=dtype)
     decoder.pack()
     exact = load_decoder(reference, device=device, dtype="float32")

@@ -158,10 +158,7 @@ class AsyncEngineClient:
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
-            stats = message.stats
-            if not stats.expert_load:  # told now and then only
-                stats = dataclasses.replace(stats, expert_load=self._stats.expert_load)
-            self._stats = stats
+            self._stats = message.stats.following(self._stats)
             for output in message.outputs:
                 self._pass_on(output)
         elif isinstance(message, Accepted):

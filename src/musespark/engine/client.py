@@ -13,7 +13,7 @@ parsing belong to the caller.
     await client.shutdown(drain_seconds=10)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -154,6 +154,12 @@ class EngineStats:
     model and to sampling."""
     speculation: SpeculationStats | None = None
     """None without a draft."""
+
+    def following(self, earlier: "EngineStats") -> "EngineStats":
+        """This snapshot, with what an engine tells only now and then taken from an earlier one."""
+        if self.expert_load:
+            return self
+        return replace(self, expert_load=earlier.expert_load)
 
 
 class OutputStream(Protocol):

@@ -47,10 +47,7 @@ class Replicas:
         if isinstance(message, Refused):
             self._end_outputs(message.request_id)
         elif isinstance(message, Outputs):
-            stats = message.stats
-            if not stats.expert_load:  # told now and then only
-                stats = dataclasses.replace(stats, expert_load=self._stats[replica].expert_load)
-            self._stats[replica] = stats
+            self._stats[replica] = message.stats.following(self._stats[replica])
             for output in message.outputs:
                 if output.finish_reason is not None:
                     self._end_outputs(output.request_id, 1)

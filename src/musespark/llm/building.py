@@ -33,7 +33,7 @@ from musespark.llm.drafting import (
     make_speculation,
     with_chosen_draft,
 )
-from musespark.llm.loading import load_decoder
+from musespark.llm.loading import default_device, load_decoder
 from musespark.model.decoder import Decoder
 from musespark.model.draft import DraftDecoder
 from musespark.moe.load import ExpertLoad
@@ -200,8 +200,7 @@ def _share_cores(config: EngineConfig, world: World) -> None:
 
 
 def _device(device: str | torch.device | None, world: World) -> str | torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device() if device is None else device
     is_any_gpu = str(device) == "cuda" and world.parallelism.world_size > 1
     return f"cuda:{world.place.device_index}" if is_any_gpu else device
 

@@ -23,6 +23,7 @@ from musespark.executor.torchrun import join_torchrun
 from musespark.executor.world import Place, World
 from musespark.llm.building import build_part
 from musespark.llm.drafting import choose_draft
+from musespark.llm.loading import default_device
 from musespark.llm.open_engine import OpenEngine
 from musespark.moe.deployment import validate_deployment
 
@@ -136,6 +137,4 @@ def check_deployment(folder: Path, config: EngineConfig, device: str | torch.dev
 
 def device_type_of(device: str | torch.device | None) -> str:
     """ "cuda" or "cpu"; None: CUDA where there is a device."""
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(device).partition(":")[0]
+    return default_device() if device is None else str(device).partition(":")[0]

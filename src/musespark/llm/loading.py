@@ -156,6 +156,11 @@ def _checked_layout(parallelism: Parallelism, mesh: Mesh) -> Layout:
     return Layout(parallelism, mesh)
 
 
+def default_device() -> str:
+    """CUDA where there is a device, the CPU elsewhere."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _checked_device(device: str | torch.device) -> torch.device:
     try:
         checked = torch.device(device)

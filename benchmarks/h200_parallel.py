@@ -5,7 +5,8 @@
 
 - check: every layout of a small random model gives one process's logits and greedy tokens.
 - collectives: what ranks exchange at the released model's sizes, beside the time that NVLink needs
-  for the bytes that one rank sends.
+  for the bytes that one rank sends; a boundary after a sum and with the sum inside; the pooler
+  whole and in blocks of columns.
 - layers: one decoder layer of the released model with its boundaries; T sequences that decode, or
   one prompt of T tokens. `efficiency` is one GPU's time over the ranks' number times theirs: what
   one GPU computes, by what all of them together could have computed meanwhile.
@@ -50,7 +51,10 @@ from musespark import load_decoder
 from musespark.checkpoint.quantize import quantize_checkpoint
 from musespark.config.parallel import Parallelism
 from musespark.model.layer import DecoderLayer
+from musespark.modules.rank_sums import connect_rank_sums
 from musespark.moe.router import Router
+from musespark.ops.kernel_set import choose_kernels
+from musespark.ops.linear import linear
 from musespark.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -59,14 +63,16 @@ from musespark.parallel.collectives import (
     reduce_scatter,
 )
 from musespark.parallel.layout import Layout
-from musespark.parallel.mesh import Mesh, build_mesh
+from musespark.parallel.mesh import MeshAxis, build_mesh
+from musespark.parallel.rank_sums import RankSums
 from musespark.testing import make_checkpoint
 
 LINK_BYTES_PER_US = 450e3  # NVLink 4, one direction
-SIZES = (1, 2, 4, 16, 64, 256, 1024, 4096)
+SIZES = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 4096)
 SMALLEST_VOCABULARY = 120
 LENGTHS = (1, 2, 3, 5, 9, 17, 300)
 
+FUSED = {"fuse_all_reduce": True}
 EXPERTS = {"expert_parallel": True}
 TRAVEL = {**EXPERTS, "moe_backend": "all_to_all"}
 
@@ -80,6 +86,8 @@ def layouts(world: int) -> dict[str, dict[str, Any]]:
         f"sp{world}": {**tp, **TRAVEL, "sequence_parallel": True},
         f"dp{world} ep{world}": {"data_parallel_size": world, **TRAVEL},
         f"pp{world}": {"pipeline_parallel_size": world},
+        f"tp{world} fused": {**tp, **FUSED},
+        f"tp{world} ep{world} fused": {**tp, **EXPERTS, **FUSED},
     }
     if world in (4, 8):
         found["hybrid"] = {**found[f"sp{world}"], "hybrid_token_threshold": 256}
@@ -108,10 +116,17 @@ class Timed:
 
 
 @cache
-def mesh_of(rank: int, settings: tuple[tuple[str, Any], ...]) -> tuple[Parallelism, Mesh]:
+def layout_of(rank: int, settings: tuple[tuple[str, Any], ...]) -> Layout:
     """The settings, and this process's place; groups are made once."""
     parallelism = Parallelism(**dict(settings))
-    return parallelism, build_mesh(parallelism, 0 if parallelism.world_size == 1 else rank)
+    mesh = build_mesh(parallelism, 0 if parallelism.world_size == 1 else rank)
+    fuses = parallelism.fuse_all_reduce
+    return Layout(parallelism, mesh, rank_sums(mesh.tensor) if fuses else None)
+
+
+def rank_sums(axis: MeshAxis) -> RankSums:
+    """What sums inside of kernels, at the released sizes."""
+    return connect_rank_sums(axis, max(D, K * H), dtype=BF16, device=DEVICE)
 
 
 def slowest(value: float) -> float:
@@ -148,7 +163,10 @@ def check(world: int, rank: int, folders: dict[str, str]) -> Iterator[Checked]:
         alone = load_decoder(folder, dtype="float32", device="cuda")
         expected = [alone.compute_logits(prompt) for prompt in prompts]
         for name, settings in layouts(world).items():
-            parallelism, mesh = mesh_of(rank, tuple(settings.items()))
+            if settings.get("fuse_all_reduce"):
+                continue  # the tests have these
+            layout = layout_of(rank, tuple(settings.items()))
+            parallelism, mesh = layout.parallelism, layout.mesh
             decoder = load_decoder(
                 folder, dtype="float32", device="cuda", parallelism=parallelism, mesh=mesh
             )
@@ -165,10 +183,14 @@ def check(world: int, rank: int, folders: dict[str, str]) -> Iterator[Checked]:
 
 def time_collectives(world: int, rank: int) -> Iterator[Timed]:
     """Each alone, in a graph of twenty."""
-    axis = mesh_of(rank, (("tensor_parallel_size", world),))[1].tensor
+    axis = layout_of(rank, (("tensor_parallel_size", world),)).tensor
     share = (world - 1) / world
+    sums, kernels = rank_sums(axis), choose_kernels(DEVICE, BF16)
+    pooler = randn(H, D)
+    multiply, multiply_block = linear(pooler), linear(pooler[: H // world].contiguous())
+    vectors = [torch.rand(D, device=DEVICE) + 0.5 for _ in range(4)]
 
-    def cases(T: int) -> Iterator[tuple[str, Callable[[], Any], float]]:
+    def cases(T: int) -> Iterator[tuple[str, Callable[[], Any], float | None]]:
         branch, rows = randn(T, D), randn(T * K, H)
         yield "all-reduce [T, D]", lambda: all_reduce(branch, axis), 2 * share * T * D * 2
         yield "all-reduce [T, H]", lambda: all_reduce(rows[:T], axis), 2 * share * T * H * 2
@@ -178,6 +200,15 @@ def time_collectives(world: int, rank: int) -> Iterator[Timed]:
         vocabulary = randn(min(T, 64), V // world, dtype=F32)
         name = "gather logits [min(T, 64), V]"
         yield name, lambda: gather_columns(vocabulary, axis), share * vocabulary.numel() * world * 4
+        x = randn(T, D)
+        yield "pooler, whole", lambda: multiply(x), None
+        yield "pooler, in blocks", lambda: gather_columns(multiply_block(x), axis), None
+        if sums.max_tokens >= T:
+            stream, (alpha, beta, post, pre) = randn(T, D, dtype=F32), vectors
+            rest = (alpha, beta, post, 1e-8, pre, 1e-5)
+            plain, fused = kernels.residual_boundary, sums.boundary
+            yield "sum, then boundary", lambda: plain(stream, all_reduce(branch, axis), *rest), None
+            yield "sum in boundary", lambda: fused(stream, branch, *rest), None
         if world <= T:
             local = randn(T // world, D)
             yield "all-gather [T, D]", lambda: all_gather(local, axis), share * T * D * 2
@@ -190,7 +221,8 @@ def time_collectives(world: int, rank: int) -> Iterator[Timed]:
     for T in SIZES:
         for name, call, num_bytes in cases(T):
             us = slowest(median_us([call] * 20))
-            yield Timed(name, f"{world} GPUs", T, us, num_bytes / LINK_BYTES_PER_US)
+            floor = None if num_bytes is None else num_bytes / LINK_BYTES_PER_US
+            yield Timed(name, f"{world} GPUs", T, us, floor)
 
 
 def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
@@ -199,9 +231,8 @@ def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
     for name, settings in {"one GPU": {}, **layouts(world)}.items():
         if "pp" in name:
             continue  # a layer is on one stage: nothing new
-        parallelism, mesh = mesh_of(rank, tuple(settings.items()))
-        is_one = parallelism.world_size == 1
-        layout = Layout(parallelism, mesh)
+        layout = layout_of(rank, tuple(settings.items()))
+        parallelism, is_one = layout.parallelism, layout.parallelism.world_size == 1
         gc.collect()
         torch.cuda.empty_cache()
         config = released_config(kind == "nvfp4")
@@ -214,7 +245,7 @@ def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
         for T in SIZES:
             # Replicas have requests of their own: so many tokens are all of theirs together.
             here = T // parallelism.data_parallel_size
-            if here == 0:
+            if here == 0 or (layout.sums and here > layout.sums.max_tokens):
                 continue
             us = slowest(time_layer(layer, layout, here))
             if is_one:

@@ -258,7 +258,7 @@ def time_layer(layer: DecoderLayer, layout: Layout, T: int) -> float:
     """Microseconds of the layer, its collectives and its boundaries, on this rank."""
     torch.manual_seed(T)  # alike on all ranks
     run = partial(layer_step(T, *decode_or_prompt(T), layout), layer)
-    waits = any(getattr(part, "waits_for_device", False) for part in layer.modules())
+    waits = layout.cuts(T) or any(getattr(m, "waits_for_device", False) for m in layer.modules())
     with torch.inference_mode():
         assert bool(run().isfinite().all())
         return time_eagerly(run) if waits else median_us([run] * 3)

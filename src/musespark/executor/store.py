@@ -1,5 +1,6 @@
 """Where ranks leave notes for each other while they meet: torch.distributed's store."""
 
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -14,6 +15,14 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """A note, once it is there."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Until all these notes are there.
+
+        Raises:
+            torch.distributed.DistError: they were not there in time.
+        """
         ...
 
 

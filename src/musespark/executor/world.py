@@ -1,5 +1,6 @@
 """The ranks of a model that have found each other, as one of them sees them."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ from musespark.parallel.mesh import SINGLE_PROCESS, Mesh, build_mesh
 # hang: a step, and the wait for the rank that reads its weights from the slowest disk.
 _STEP_TIMEOUT = timedelta(hours=1)
 _LOADING_TIMEOUT = timedelta(days=1)
+_LEAVING_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,23 @@ class World:
         return tuple(bool(flag) for flag in agreed.tolist())
 
     def leave(self) -> None:
-        """Take leave of the others, who do the same."""
-        if self.store is not None:
-            dist.destroy_process_group()
+        """Take leave of the others, who do the same.
+
+        NCCL looks at the store until its groups are gone; rank 0, which may host it, leaves last.
+        """
+        if self.store is None:
+            return
+        dist.destroy_process_group()
+        if self.place.rank > 0:
+            self.store.set(_left_note(self.place.rank), "")
+            return
+        others = range(1, self.parallelism.world_size)
+        with contextlib.suppress(dist.DistError):  # one is late or lost: whoever started it knows
+            self.store.wait([_left_note(rank) for rank in others], _LEAVING_TIMEOUT)
+
+
+def _left_note(rank: int) -> str:
+    return f"musespark-left-{rank}"
 
 
 def join_world(

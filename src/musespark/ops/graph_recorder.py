@@ -1,7 +1,8 @@
 """Recording launches as a CUDA graph, which repeats them on the same memory with one launch."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +18,10 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory, since they never run at once."""
+    """Records CUDA graphs that share one pool of memory, since they never run at once.
+
+    A graph reads tensors of `forward` by address, so what repeats it keeps `forward` too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,4 +41,16 @@ class CudaRecorder:
             graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
         ):
             result = forward()
-        return graph.replay, result
+        return _Replay(graph, forward), result
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """Repeats a graph."""
+
+    graph: torch.cuda.CUDAGraph
+    forward: Callable[[], Any]
+    """What was recorded, with all that it refers to."""
+
+    def __call__(self) -> None:
+        self.graph.replay()

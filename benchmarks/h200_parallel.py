@@ -63,16 +63,16 @@ from musespark.parallel.collectives import (
     reduce_scatter,
 )
 from musespark.parallel.layout import Layout
-from musespark.parallel.mesh import MeshAxis, build_mesh
-from musespark.parallel.rank_sums import RankSums
+from musespark.parallel.mesh import build_mesh
 from musespark.testing import make_checkpoint
 
 LINK_BYTES_PER_US = 450e3  # NVLink 4, one direction
 SIZES = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 4096)
+FEW_TOKENS = 256  # up to so many are summed inside of kernels
 SMALLEST_VOCABULARY = 120
 LENGTHS = (1, 2, 3, 5, 9, 17, 300)
 
-FUSED = {"fuse_all_reduce": True}
+UNFUSED = {"fuse_all_reduce": False}
 EXPERTS = {"expert_parallel": True}
 TRAVEL = {**EXPERTS, "moe_backend": "all_to_all"}
 
@@ -86,8 +86,8 @@ def layouts(world: int) -> dict[str, dict[str, Any]]:
         f"sp{world}": {**tp, **TRAVEL, "sequence_parallel": True},
         f"dp{world} ep{world}": {"data_parallel_size": world, **TRAVEL},
         f"pp{world}": {"pipeline_parallel_size": world},
-        f"tp{world} fused": {**tp, **FUSED},
-        f"tp{world} ep{world} fused": {**tp, **EXPERTS, **FUSED},
+        f"tp{world} unfused": {**tp, **UNFUSED},
+        f"tp{world} ep{world} unfused": {**tp, **EXPERTS, **UNFUSED},
     }
     if world in (4, 8):
         found["hybrid"] = {**found[f"sp{world}"], "hybrid_token_threshold": 256}
@@ -120,13 +120,10 @@ def layout_of(rank: int, settings: tuple[tuple[str, Any], ...]) -> Layout:
     """The settings, and this process's place; groups are made once."""
     parallelism = Parallelism(**dict(settings))
     mesh = build_mesh(parallelism, 0 if parallelism.world_size == 1 else rank)
-    fuses = parallelism.fuse_all_reduce
-    return Layout(parallelism, mesh, rank_sums(mesh.tensor) if fuses else None)
-
-
-def rank_sums(axis: MeshAxis) -> RankSums:
-    """What sums inside of kernels, at the released sizes."""
-    return connect_rank_sums(axis, max(D, K * H), dtype=BF16, device=DEVICE)
+    sums = connect_rank_sums(
+        mesh.tensor, max(D, K * H), dtype=BF16, device=DEVICE, wanted=parallelism.fuse_all_reduce
+    )
+    return Layout(parallelism, mesh, sums)
 
 
 def slowest(value: float) -> float:
@@ -183,9 +180,9 @@ def check(world: int, rank: int, folders: dict[str, str]) -> Iterator[Checked]:
 
 def time_collectives(world: int, rank: int) -> Iterator[Timed]:
     """Each alone, in a graph of twenty."""
-    axis = layout_of(rank, (("tensor_parallel_size", world),)).tensor
+    layout = layout_of(rank, (("tensor_parallel_size", world),))
+    axis, sums, kernels = layout.tensor, layout.sums, choose_kernels(DEVICE, BF16)
     share = (world - 1) / world
-    sums, kernels = rank_sums(axis), choose_kernels(DEVICE, BF16)
     pooler = randn(H, D)
     multiply, multiply_block = linear(pooler), linear(pooler[: H // world].contiguous())
     vectors = [torch.rand(D, device=DEVICE) + 0.5 for _ in range(4)]
@@ -203,7 +200,7 @@ def time_collectives(world: int, rank: int) -> Iterator[Timed]:
         x = randn(T, D)
         yield "pooler, whole", lambda: multiply(x), None
         yield "pooler, in blocks", lambda: gather_columns(multiply_block(x), axis), None
-        if sums.max_tokens >= T:
+        if sums is not None and sums.max_tokens >= T:
             stream, (alpha, beta, post, pre) = randn(T, D, dtype=F32), vectors
             rest = (alpha, beta, post, 1e-8, pre, 1e-5)
             plain, fused = kernels.residual_boundary, sums.boundary
@@ -245,7 +242,7 @@ def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
         for T in SIZES:
             # Replicas have requests of their own: so many tokens are all of theirs together.
             here = T // parallelism.data_parallel_size
-            if here == 0 or (layout.sums and here > layout.sums.max_tokens):
+            if here == 0 or ("unfused" in name and here > FEW_TOKENS):
                 continue
             us = slowest(time_layer(layer, layout, here))
             if is_one:

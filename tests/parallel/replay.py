@@ -133,8 +133,17 @@ def replay(rank, settings, folder, recordings, dtype="float32", pack=False, devi
     Returns:
         what differs; None on ranks that hand out nothing.
     """
+    return replay_all(rank, settings, [(folder, recordings, dtype, pack, device)])[0]
+
+
+def replay_all(rank, settings, cases):
+    """Several recordings in one layout: each case is what `replay` takes behind the settings."""
     parallelism = Parallelism(**settings)
     mesh = build_mesh(parallelism, rank)
+    return [_replay_on(parallelism, mesh, *case) for case in cases]
+
+
+def _replay_on(parallelism, mesh, folder, recordings, dtype, pack, device):
     decoder = load_decoder(folder, device=device, dtype=dtype, parallelism=parallelism, mesh=mesh)
     if pack:
         decoder.pack()

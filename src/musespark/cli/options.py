@@ -82,8 +82,9 @@ def _rest(signature: inspect.Signature) -> list[inspect.Parameter]:
 def _parameter(config: type, field: Any, default: Any) -> inspect.Parameter:
     hint = typing.get_type_hints(config)[field.name]
     name = field.name.replace("_", "-")
-    # What is on by default can only be switched off by a second spelling.
-    flag = f"--{name}/--no-{name}" if hint is bool and default else f"--{name}"
+    # What is on by default, or left to the program, can only be switched off by a second spelling.
+    has_two = (hint is bool and default) or hint == (bool | None)
+    flag = f"--{name}/--no-{name}" if has_two else f"--{name}"
     option = typer.Option(flag, help=_field_docs(config).get(field.name, ""))
     if typing.get_origin(hint) is tuple:  # given several times on the command line
         hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]

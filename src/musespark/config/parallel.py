@@ -45,9 +45,9 @@ class Parallelism:
     processes of their experts and back)."""
     hybrid_token_threshold: int | None = None
     """With all_to_all: batches of up to so many tokens stay replicated; None: none do."""
-    fuse_all_reduce: bool = False
+    fuse_all_reduce: bool | None = None
     """Sum batches of up to 256 tokens over the tensor-parallel processes inside the kernels around
-    the sum, through memory that GPUs share. Has not run on several GPUs yet."""
+    the sum, through memory that GPUs share; None: where the GPUs of one machine can."""
     enable_lora: bool = field(default=False, metadata={"flag": False})
     """LoRA adapters. Not supported: only False."""
     enable_eplb: bool = field(default=False, metadata={"flag": False})

@@ -61,10 +61,10 @@ def load_decoder(
     validate_deployment(config, parallelism)
     dtype = _checked_dtype(dtype, device)
     layout = _checked_layout(parallelism, mesh)
-    if parallelism.fuse_all_reduce:
-        widest = max(config.hidden_size, config.num_experts_per_tok * config.moe_hidden_size)
-        sums = connect_rank_sums(mesh.tensor, widest, dtype=dtype, device=device)
-        layout = replace(layout, sums=sums)
+    widest = max(config.hidden_size, config.num_experts_per_tok * config.moe_hidden_size)
+    wanted = parallelism.fuse_all_reduce
+    sums = connect_rank_sums(mesh.tensor, widest, dtype=dtype, device=device, wanted=wanted)
+    layout = replace(layout, sums=sums)
     with CheckpointReader.open(folder) as reader:
         decoder = Decoder(
             config,

@@ -1,5 +1,6 @@
 """How ranks sum and gather few tokens inside other kernels: on GPUs, and elsewhere."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -28,28 +29,64 @@ _MAX_TOKENS_ACROSS_NODES = 128
 
 
 def connect_rank_sums(
-    axis: MeshAxis, widest_row: int, *, dtype: torch.dtype, device: torch.device
-) -> RankSums:
-    """What sums over the axis; called by all its ranks together.
+    axis: MeshAxis,
+    widest_row: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: bool | None = True,
+) -> RankSums | None:
+    """What sums over the axis, or None: collectives do. Called by all its ranks together.
 
     Args:
         axis: the tensor-parallel ranks.
         widest_row: elements that one token puts into a sum at most.
         dtype: of what is summed.
         device: where it is.
+        wanted: `Parallelism.fuse_all_reduce`.
 
     Raises:
-        ConfigError: GPUs that cannot read each other's memory, or no kernels for this dtype.
+        ConfigError: it is wanted, and GPUs cannot read each other's memory, or there are no kernels
+            for this dtype.
     """
     max_tokens = _MAX_TOKENS_ACROSS_NODES if axis.spans_nodes else _MAX_TOKENS
+    has_kernels = HAS_TRITON and dtype in (torch.bfloat16, torch.float32)
+    if wanted is None:
+        if device.type != "cuda" or not has_kernels or axis.size == 1 or axis.spans_nodes:
+            return None
+        with contextlib.suppress(ConfigError):
+            return _symmetric_sums(axis, max_tokens, widest_row, dtype)
+        return None
+    if not wanted:
+        return None
     if device.type != "cuda":
         return GatheredSums(axis, max_tokens, dtype=dtype, device=device)
-    if not HAS_TRITON or dtype not in (torch.bfloat16, torch.float32):
+    if not has_kernels:
         raise ConfigError(
             f"fuse_all_reduce: its kernels need Triton and bfloat16 or float32, found {dtype}. "
             "Leave fuse_all_reduce out."
         )
-    return SymmetricSums(axis, max_tokens, widest_row, dtype=dtype)
+    return _symmetric_sums(axis, max_tokens, widest_row, dtype)
+
+
+def _symmetric_sums(
+    axis: MeshAxis, max_tokens: int, widest_row: int, dtype: torch.dtype
+) -> "SymmetricSums":
+    """On all ranks, or an error on all of them."""
+    sums, why = None, "another process cannot"
+    try:
+        sums = SymmetricSums(axis, max_tokens, widest_row, dtype=dtype)
+    except RuntimeError as error:
+        why = str(error)
+    # The meeting of all ranks, too: nobody may use flags that are not zero yet.
+    all_can = torch.tensor(sums is not None, dtype=torch.int32, device="cuda")
+    dist.all_reduce(all_can, op=dist.ReduceOp.MIN, group=axis.group)
+    if sums is None or not bool(all_can):
+        raise ConfigError(
+            f"fuse_all_reduce: the GPUs cannot read each other's memory ({why}). Leave "
+            "fuse_all_reduce out."
+        )
+    return sums
 
 
 class GatheredSums:
@@ -114,7 +151,11 @@ class SymmetricSums:
         *,
         dtype: torch.dtype,
     ) -> None:
-        """On the current device."""
+        """On the current device; used once all ranks have met.
+
+        Raises:
+            RuntimeError: the GPUs cannot read each other's memory.
+        """
         self.max_tokens = max_tokens
         capacity = max_tokens * widest_row
         self._memories: list[PeerMemory] = []
@@ -125,7 +166,6 @@ class SymmetricSums:
             flags = self._share(axis, num_flags(axis.size), torch.int32)
             self._memories.append(PeerMemory(axis.rank, buffers, flags, capacity))
         torch.cuda.synchronize()
-        dist.barrier(axis.group)  # nobody may meet at flags that are not zero yet
 
     def boundary(
         self,
@@ -167,14 +207,8 @@ class SymmetricSums:
         """[ranks] addresses of a zeroed tensor on every rank."""
         assert axis.group is not None
         device = torch.device("cuda", torch.cuda.current_device())  # with its number
-        try:
-            own = symmetric_memory.empty(elements, dtype=dtype, device=device)
-            handle = symmetric_memory.rendezvous(own, axis.group)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"fuse_all_reduce: the GPUs cannot read each other's memory ({error}). Leave "
-                "fuse_all_reduce out."
-            ) from None
+        own = symmetric_memory.empty(elements, dtype=dtype, device=device)
+        handle = symmetric_memory.rendezvous(own, axis.group)
         own.zero_()
         self._kept.append((own, handle))
         ranks = range(axis.size)

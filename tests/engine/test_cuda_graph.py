@@ -3,6 +3,7 @@
 On a GPU tests/gpu runs real graphs.
 """
 
+from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from tests.model.test_kernel_decoder import BLOCK_SIZE, BLOCKS, make_batch, new_caches
 from tests.ops.kernels.device import DEVICE, needs_kernels
 
-from musespark.engine.cuda_graph import DecodeGraphs
+from musespark.engine.cuda_graph import SIZES, DecodeGraphs
+from musespark.engine.executor import InProcessExecutor
+from musespark.engine.kv_blocks import CacheLayout
+from musespark.engine.trial_steps import record_decode_steps
 from musespark.llm.loading import load_decoder
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec
@@ -91,6 +95,34 @@ def test_a_graph_does_what_the_steps_do(decoder):
     assert torch.allclose(wanted, logits[rows], atol=1e-4)
     # Sizes 1 and 4 for plain steps, 8 for those that verify.
     assert recorder.num_recorded == 3
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_tokens", "most_rows"), [(50, 2048, 1), (64, 2048, 6), (3, 8, 4)]
+)
+def test_every_size_is_recorded_ahead(decoder, max_num_seqs, max_num_tokens, most_rows):
+    recorder = CallsAgain()
+    graphs = new_graphs(decoder, new_caches(decoder), recorder, max_rows=most_rows)
+    layout = CacheLayout(BLOCK_SIZE, BLOCKS, BLOCKS, decoder.config.sliding_window)
+    kinds = set()
+
+    class Runner:
+        device = DEVICE
+
+        def run(self, batch):
+            assert graphs.accepts(batch)
+            assert batch.query_start[-1] <= max_num_tokens
+            is_plain = len(batch.seq_lens) == batch.query_start[-1]
+            kinds.add((SIZES[bisect_left(SIZES, batch.query_start[-1])], is_plain))
+            return torch.empty(batch.query_start[-1], 1, device=DEVICE), ()
+
+    executor = InProcessExecutor(Runner(), layout, max_num_seqs, with_masks=False)
+    record_decode_steps(executor, layout, max_num_seqs, max_num_tokens, most_rows)
+    most_verified = min(max_num_seqs, max_num_tokens // most_rows, SIZES[-1] // most_rows)
+    for tokens, is_plain in [(n, True) for n in range(1, max_num_seqs + 1)] + [
+        (n, False) for n in range(2, most_verified * most_rows + 1) if most_rows > 1
+    ]:
+        assert (SIZES[bisect_left(SIZES, tokens)], is_plain) in kinds
 
 
 def test_other_steps_are_left_alone(decoder):

@@ -1,6 +1,6 @@
 """Settings of the serving engine; names are vLLM's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from musespark.config.parallel import Parallelism
@@ -60,6 +60,9 @@ class EngineConfig(Parallelism):
     """Count how often each expert is chosen, for /metrics; one more small operation per layer."""
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
+    records_graphs_first: bool = field(default=False, metadata={"flag": False})
+    """Record all sizes of decode steps as CUDA graphs before the first request, so that none waits
+    while another size is recorded. For servers; what runs once and ends records what it needs."""
     executor: ExecutorKind = "multiprocess"
     """What starts the processes that share a model: multiprocess (on this machine) or ray (on a Ray
     cluster, which may be many machines)."""

@@ -54,6 +54,11 @@ class ModelRunner:
         """Whether attention reads the batches' masks; kernels read lengths instead."""
         return self._decoder.kernels.attention_paged is attention_paged
 
+    @property
+    def records_steps(self) -> bool:
+        """Whether decode steps run as graphs, which are recorded when their size first comes."""
+        return self._graphs is not None
+
     def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(logits [N, V] float32 of the batch's wanted rows, the stream [T, D] float32 of every
         token behind each of `tap_layers`); writes the batch's keys and values.

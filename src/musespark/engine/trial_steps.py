@@ -1,5 +1,8 @@
-"""Steps that mean nothing, run before there are requests, to see what steps take."""
+"""Steps that mean nothing, run before there are requests: to record them, to see what they take."""
 
+import math
+
+from musespark.engine.cuda_graph import SIZES
 from musespark.engine.executor import Executor, StepOutput
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.prefix_cache import first_visible_block
@@ -45,6 +48,30 @@ class TrialSteps:
             )
         )
         return self._executor.collect()
+
+
+def record_decode_steps(
+    executor: Executor, layout: CacheLayout, max_num_seqs: int, max_num_tokens: int, most_rows: int
+) -> None:
+    """Run every size of decode step once, so that executors which record steps have done so.
+
+    Args:
+        executor: has run nothing else yet.
+        layout: its cache.
+        max_num_seqs: sequences of a step at most.
+        max_num_tokens: tokens of a step at most.
+        most_rows: new tokens of a sequence at most: 1, or more where guesses are verified.
+    """
+    kinds: set[tuple[int, int]] = set()
+    for size in SIZES:
+        for rows in {1, min(size, most_rows)}:
+            most = min(max_num_seqs, max_num_tokens // rows)
+            kinds.add((min(size // rows, most), rows))
+    steps = TrialSteps(executor, layout, most_rows)
+    # The largest first: smaller ones find room in its memory.
+    for count, rows in sorted(kinds, key=math.prod, reverse=True):
+        if count:
+            steps.run(count, rows)
 
 
 def _group(num_sequences: int, first: int, last: int) -> GroupPlan:

@@ -1,5 +1,6 @@
 """An engine in processes of its own, for a server in this one."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def launch_engine(
     Raises:
         ConfigError, CheckpointError: the model cannot be spread like this, or is not there.
     """
+    config = dataclasses.replace(config, records_graphs_first=True)
     if in_process:
         return start_thread_client(
             functools.partial(

@@ -33,11 +33,11 @@ class Device:
     flops_share: float = 0.69
     """H200: 680 of 989 TFLOP/s in a bfloat16 product of 8192^3; up to 795 on a cool card."""
     link_share: float = 0.5
-    """Sums, gathers and exchanges of 1024 to 4096 tokens over two H200 reach 0.43 to 0.67 (NCCL)."""
+    """Exchanges of 1024 to 4096 tokens over two H200 (NCCL) reach 0.3 to 0.67; sums above 0.45."""
     small_op_seconds: float = 3e-6
     """One small kernel within a CUDA graph; H200: 2 to 4 us for boundary, routing, finalize."""
     link_latency: float = 10e-6
-    """A collective of few bytes within a node; 9 to 11 us over two H200, inside of kernels or not."""
+    """A collective of few bytes within a node: 9 to 11 us over two H200."""
     network_latency: float = 30e-6
     """The same between nodes. Assumed: not measured here."""
 

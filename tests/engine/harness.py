@@ -87,6 +87,7 @@ def engine_for(
     max_model_len: int = 512,
     eos_token_ids: Sequence[int] = (),
     depth: int = 1,
+    runs_ahead: bool = False,
 ) -> Engine:
     """An engine with limits that tests need not name."""
     limits = EngineLimits(
@@ -96,7 +97,7 @@ def engine_for(
         max_num_batched_tokens=max_num_batched_tokens,
         eos_token_ids=frozenset(eos_token_ids),
     )
-    executor = InProcessExecutor(runner, layout, max_num_seqs, depth=depth)
+    executor = InProcessExecutor(runner, layout, max_num_seqs, depth=depth, runs_ahead=runs_ahead)
     return Engine(executor, layout, limits)
 
 

@@ -25,7 +25,8 @@ from musespark.engine.request import (
     TokenConstraint,
     TokenLogprobs,
 )
-from musespark.engine.sampler import SampledTokens, Sampler
+from musespark.engine.sampler import SampledTokens, Sampler, Sampling, SamplingRows
+from musespark.engine.sampling_table import Needs, needs_of
 from musespark.engine.scheduler import ScheduledRequest, Scheduler
 from musespark.engine.speculation import Speculation, StepPart
 from musespark.engine.step_plan import StepPlan, StepPlanner
@@ -104,6 +105,8 @@ class Engine:
         self._planner = StepPlanner(layout, limits.max_num_seqs)
         self._sampler = Sampler(limits.max_num_seqs, executor.device)
         self._under_way: deque[_Step] = deque()
+        # What has left that queue, and not been sampled yet.
+        self._launched: tuple[_Step, StepOutput] | None = None
         self._outputs: dict[int, dict[int, Request]] = {}
         self._next_id = 0
         self._finished: Counter[str] = Counter()
@@ -161,6 +164,7 @@ class Engine:
                 max_total_tokens=limits.max_model_len,
                 index=index,
                 constraint=None if grammar is None else grammar.constrain(prompt, end_tokens),
+                needs_each_token=_needs_each_token(params, grammar),
             )
             for index in range(params.n)
         ]
@@ -192,19 +196,22 @@ class Engine:
         return ended[::-1]
 
     def step(self) -> list[NewToken]:
-        """Submit a step, and collect the oldest one if as many are under way as can be, or if no
-        further one can begin; returns the tokens that this brought.
+        """Begin a step, or two where the second can begin before the first one's tokens are known,
+        and return the tokens of the first; none while a pipeline fills up.
 
         An executor in lockstep gets a step whether or not there is anything to run.
         """
         started = time.perf_counter()
-        is_new = self._submit()
-        assert is_new or self._under_way or not self.has_work, "the scheduler found nothing to run"
+        if self._launched is None:
+            is_new = self._submit(self.scheduler.schedule())
+            assert is_new or self._under_way or not self.has_work, "nothing was found to run"
+            is_full = len(self._under_way) == self._executor.depth
+            if is_full or (self._under_way and not is_new):
+                self._launch()
         results: list[NewToken] = []
-        is_full = len(self._under_way) == self._executor.depth
-        if is_full or (self._under_way and not is_new):
-            results = self._collect()
-        self._num_steps += is_new
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            results = self._take_up(*launched)
         self._step_seconds += time.perf_counter() - started
         return results
 
@@ -213,11 +220,11 @@ class Engine:
         for request_id in list(self._outputs):
             self.abort(request_id)
         while self._under_way:
-            self._collect()
+            self._launch()
+        self._launched = None
 
-    def _submit(self) -> bool:
+    def _submit(self, schedule: list[ScheduledRequest]) -> bool:
         """Begin a step; returns whether there was one to begin."""
-        schedule = self.scheduler.schedule()
         if not schedule and not self._executor.in_lockstep:
             return False
         # Sequences with a single new token attend together, so they must be first.
@@ -227,23 +234,78 @@ class Engine:
         for request, *_ in schedule:
             request.is_under_way = True
         self._under_way.append(step)
+        self._num_steps += 1
         return True
 
-    def _collect(self) -> list[NewToken]:
-        """The tokens of the oldest step."""
+    def _launch(self, sampled: Tensor | None = None) -> None:
+        """Have the oldest step run on the device; `sampled`: as for `Executor.collect`."""
         started = time.perf_counter()
-        step = self._under_way.popleft()
-        output = self._executor.collect()
+        self._launched = self._under_way.popleft(), self._executor.collect(sampled)
+        self._model_seconds += time.perf_counter() - started
+
+    def _take_up(self, step: _Step, output: StepOutput) -> list[NewToken]:
+        """The tokens of a step that has been launched. If they need not be known for that, the next
+        step is launched before they are read, so that the device always has something to do."""
         schedule, logits = self._still_wanted(step, output.logits)
         sampling = [item for item in schedule if item.samples]
+        is_foreseen, is_ahead = bool(sampling) and self._may_go_ahead(schedule), False
+        # How to sample depends on what was there before this step.
+        rows = self._rows(sampling)
+        if is_foreseen:
+            self._foresee(schedule, sampling)
+            is_ahead = self._submit(self.scheduler.schedule_ahead())
+        started = time.perf_counter()
         if any(wants_prompt_logprobs(item.request) for item in schedule):
             logits = take_prompt_logprobs(schedule, logits)
-        sampled = self._sample(logits, sampling)
+        under_way = self._sample(logits, sampling, rows)
+        if is_ahead:
+            self._launch(under_way.token_ids)
+        sampled = under_way.read()
         # Only now is it known that a GPU has finished: the sampled tokens are here.
         self._model_seconds += time.perf_counter() - started
-        results = self._commit_all(schedule, sampling, sampled)
+        if not is_foreseen:
+            self._foresee(schedule, sampling)
+        results = self._settle_all(sampling, sampled)
         if self._speculation is not None:
+            self._speculation.observe(sampling, sampled.token_ids)
             self._speculate(self._speculation, step, output, schedule, results)
+        return results
+
+    def _may_go_ahead(self, schedule: list[ScheduledRequest]) -> bool:
+        """Whether the next step can begin before the tokens that this one samples are known.
+
+        Not with a draft, which guesses from them, nor where rows are sampled one by one; see also
+        `_needs_each_token`.
+        """
+        return (
+            self._executor.runs_ahead
+            and self._speculation is None
+            and self._limits.fixed_chunk is None
+            and not any(item.request.needs_each_token for item in schedule)
+        )
+
+    def _rows(self, sampling: list[ScheduledRequest]) -> SamplingRows:
+        guesses = None if self._speculation is None else self._speculation.guesses(sampling)
+        return self._sampler.rows([item.request for item in sampling], guesses)
+
+    def _foresee(self, schedule: list[ScheduledRequest], sampling: list[ScheduledRequest]) -> None:
+        """Take over what a step does, but for which tokens it samples."""
+        if len(sampling) < len(schedule):
+            for item in schedule:
+                if not item.samples:
+                    self.scheduler.foresee(item, 0)
+        for row, item in enumerate(sampling):
+            self.scheduler.foresee(item, row)
+
+    def _settle_all(
+        self, sampling: list[ScheduledRequest], sampled: SampledTokens
+    ) -> list[NewToken]:
+        results: list[NewToken] = []
+        for item, token_ids, logprobs in zip(
+            sampling, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            results += self._settle(item.request, token_ids, logprobs)
+        self._num_new_tokens += len(results)
         return results
 
     def _speculate(
@@ -302,55 +364,36 @@ class Engine:
             speculation=None if self._speculation is None else self._speculation.stats(),
         )
 
-    def _commit_all(
-        self,
-        schedule: list[ScheduledRequest],
-        sampling: list[ScheduledRequest],
-        sampled: SampledTokens,
-    ) -> list[NewToken]:
-        if len(sampling) < len(schedule):
-            for item in schedule:
-                if not item.samples:
-                    self.scheduler.commit(item, ())
-        results: list[NewToken] = []
-        for item, token_ids, logprobs in zip(
-            sampling, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            results += self._commit(item, token_ids, logprobs)
-        self._num_new_tokens += len(results)
-        return results
+    def _sample(
+        self, logits: Tensor, sampling: list[ScheduledRequest], rows: SamplingRows
+    ) -> Sampling:
+        if self._limits.fixed_chunk is not None:
+            return self._sample_one_by_one(logits, sampling, rows)
+        return self._sampler.sample(logits, rows, self._forbidden(sampling))
 
-    def _sample(self, logits: Tensor, sampling: list[ScheduledRequest]) -> SampledTokens:
-        if not sampling:
-            return SampledTokens([], [])
-        requests = [item.request for item in sampling]
-        if self._limits.fixed_chunk is None:
-            speculation = self._speculation
-            guesses = None if speculation is None else speculation.guesses(sampling)
-            sampled = self._sampler.sample(logits, requests, self._forbidden(sampling), guesses)
-            if speculation is not None:
-                speculation.observe(sampling, sampled.token_ids)
-            return sampled
-        token_ids, logprobs = list[list[int]](), list[list[TokenLogprobs] | None]()
+    def _sample_one_by_one(
+        self, logits: Tensor, sampling: list[ScheduledRequest], rows: SamplingRows
+    ) -> Sampling:
+        """Every row on its own, so that its operations have the same shapes in any company."""
+        sampled = SampledTokens([], [])
         for row, item in enumerate(sampling):
-            forbidden = self._forbidden([item])
-            sampled = self._sampler.sample(logits[row : row + 1], [item.request], forbidden)
-            token_ids += sampled.token_ids
-            logprobs += sampled.logprobs
-        return SampledTokens(token_ids, logprobs)
+            logits_of_one = logits[row : row + 1]
+            one = self._sampler.sample(logits_of_one, rows.one(row), self._forbidden([item])).read()
+            sampled.token_ids.extend(one.token_ids)
+            sampled.logprobs.extend(one.logprobs)
+        return Sampling(torch.tensor(sampled.token_ids), lambda: sampled)
 
-    def _commit(
-        self, item: ScheduledRequest, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    def _settle(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> list[NewToken]:
-        request = item.request
         prompt_logprobs = None
-        if not request.output_token_ids:
+        if len(request.output_token_ids) == 1:
             self._num_prompt_tokens += len(request.prompt_token_ids)
             prompt_logprobs = tuple(request.prompt_logprobs) or None
-        if request.constraint is not None:
-            token_ids = _accepted(request.constraint, token_ids)
-        taken = self.scheduler.commit(item, token_ids)
         constraint = request.constraint
+        if constraint is not None:
+            token_ids = _accepted(constraint, token_ids)
+        taken = self.scheduler.settle(request, token_ids)
         if constraint is not None and constraint.is_finished and request.finish_reason is None:
             reason = FinishReason.ABORT if constraint.is_too_slow else FinishReason.STOP
             self.scheduler.finish(request, reason)
@@ -394,6 +437,13 @@ class Engine:
         del outputs[request.index]
         if not outputs:
             del self._outputs[request.request_id]
+
+
+def _needs_each_token(params: SamplingParams, grammar: Grammar | None) -> bool:
+    """Whether the host has to do with each token before the next is sampled: to follow a grammar,
+    to count it for penalties, or to note its prompt's log-probabilities before."""
+    counts = Needs.PENALTIES in needs_of(params)
+    return grammar is not None or counts or params.prompt_logprobs is not None
 
 
 def _accepted(constraint: TokenConstraint, token_ids: list[int]) -> list[int]:

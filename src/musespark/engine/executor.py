@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from musespark.engine.inputs import InputBuilder
+from musespark.engine.inputs import InputBuilder, fill_in
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.step_plan import StepPlan
 from musespark.model.batch import ForwardBatch
@@ -41,12 +41,23 @@ class Executor(Protocol):
         """Whether other engines take part in each step, so that one without work runs it too."""
         ...
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether plans may name tokens that are sampled only now, and it pays to make them: the
+        device works while the host goes on."""
+        ...
+
     def submit(self, plan: StepPlan) -> None:
         """Begin a step; at most `depth` may be under way."""
         ...
 
-    def collect(self) -> StepOutput:
-        """What has come of the oldest step under way."""
+    def collect(self, sampled: Tensor | None = None) -> StepOutput:
+        """What has come of the oldest step under way.
+
+        Args:
+            sampled: [N] int64 on the device, what the step before has sampled, if the plan names
+                such tokens.
+        """
         ...
 
 
@@ -76,10 +87,12 @@ class InProcessExecutor:
         *,
         with_masks: bool = True,
         depth: int = 1,
+        runs_ahead: bool = False,
     ) -> None:
-        """`with_masks` is False for a runner that never reads the masks of a batch; a `depth` above
-        1 gains nothing here, and shows in tests what a pipeline does to the engine."""
-        self._runner, self.depth = runner, depth
+        """`with_masks` is False for a runner that never reads the masks of a batch; `runs_ahead`
+        pays for one that returns before the device has finished. A `depth` above 1 gains nothing
+        here, and shows in tests what a pipeline does to the engine."""
+        self._runner, self.depth, self.runs_ahead = runner, depth, runs_ahead
         self._inputs = InputBuilder(layout, max_num_seqs, runner.device, with_masks=with_masks)
         self._batches: deque[ForwardBatch] = deque()
 
@@ -90,6 +103,8 @@ class InProcessExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._batches.append(self._inputs.build(plan))
 
-    def collect(self) -> StepOutput:
+    def collect(self, sampled: Tensor | None = None) -> StepOutput:
         batch = self._batches.popleft()
+        if sampled is not None:
+            batch = fill_in(batch, sampled)
         return StepOutput(batch, *self._runner.run(batch))

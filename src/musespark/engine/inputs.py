@@ -5,7 +5,7 @@ changed is copied there.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.step_plan import GroupPlan, StepPlan
+from musespark.engine.transfers import send
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.ops.attention_decode import decode_mask
 
@@ -128,11 +129,16 @@ class InputBuilder:
 
     def _send(self, *arrays: np.ndarray) -> list[Tensor]:
         """The arrays as int64 on the device, in one copy."""
-        packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        packed = send(np.concatenate([array.ravel() for array in arrays]), self._device)
         parts = packed.split([array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def fill_in(batch: ForwardBatch, sampled: Tensor) -> ForwardBatch:
+    """The batch with token `sampled[k]` wherever it has -1 - k; `sampled`: [N] int64."""
+    ids = batch.token_ids
+    rows = ids.bitwise_not().clamp_min_(0)  # -1 - k is k with all bits turned over
+    return replace(batch, token_ids=torch.where(ids < 0, sampled[rows], ids))
 
 
 @dataclass(frozen=True, slots=True)

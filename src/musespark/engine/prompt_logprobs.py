@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from musespark.engine.request import Request
-from musespark.engine.sampler import token_logprobs
+from musespark.engine.sampler import LogprobsReadback
 from musespark.engine.scheduler import ScheduledRequest
 from musespark.engine.step_plan import wanted_rows
 
@@ -42,5 +42,5 @@ def _note(request: Request, logits: Tensor) -> None:
     targets = prompt[first + 1 : first + 1 + len(logits)]
     counts = [request.params.prompt_logprobs or 0] * len(targets)
     token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-    found = token_logprobs(logits[: len(targets)], token_ids, counts)
+    found = LogprobsReadback(logits[: len(targets)], token_ids, counts).entries()
     request.prompt_logprobs[first + 1 : first + 1 + len(found)] = found

@@ -65,6 +65,8 @@ class Request:
     index: int = 0
     """Which of the prompt's outputs."""
     output_token_ids: list[int] = field(default_factory=list)
+    """The last one is -1 - k while it is not known yet, but going to be what row k of the step
+    under way samples."""
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
@@ -89,7 +91,9 @@ class Request:
     slot: int = -1
     """Its place among those that run, below max_num_seqs; -1 while it does not run."""
     is_under_way: bool = False
-    """Part of a step that has begun and whose tokens are not known yet."""
+    """Part of a step that must come back before it can be part of another."""
+    needs_each_token: bool = False
+    """Whether the host must know each of its tokens before the next one can be sampled."""
     num_starts: int = 0
     """How many times it has got blocks: more than once if it was preempted."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

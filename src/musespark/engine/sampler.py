@@ -7,9 +7,12 @@ A request whose next tokens a draft has guessed has a row for each guess, and on
 Every row is sampled as if it came alone; the guesses that equal what was sampled stay, up to the
 first that does not, whose place the sampled token takes. So guesses change no token. Requests
 without a seed, whose tokens nobody can expect, may keep more: see speculative/verify.py.
+
+What is sampled stays on the device until somebody reads it, so that the next step can begin with it
+before the host has seen it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +24,7 @@ from musespark.engine.random_numbers import ACCEPT, DRAFT, uniform
 from musespark.engine.request import Request, TokenLogprobs
 from musespark.engine.sampling_table import Needs, SamplingTable, needs_of
 from musespark.engine.token_counts import TokenCounts
+from musespark.engine.transfers import Readback, send
 from musespark.ops.sample import filter_logits, sample_from_uniform
 from musespark.ops.sample_logprobs import ranked_logprobs
 from musespark.ops.sample_penalties import penalize
@@ -39,6 +43,16 @@ class SampledTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """What has been sampled, perhaps not computed yet."""
+
+    token_ids: Tensor
+    """[N] int64 on the device: each row's token, whatever was guessed."""
+    read: Callable[[], SampledTokens]
+    """Waits until it is here."""
+
+
+@dataclass(frozen=True, slots=True)
 class Guesses:
     """What a step's requests have guessed ahead."""
 
@@ -52,8 +66,8 @@ class Guesses:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """What the rows of logits stand for."""
+class SamplingRows:
+    """What the rows of logits stand for, as it was when they were computed."""
 
     requests: Sequence[Request]
     """[N]."""
@@ -61,13 +75,17 @@ class _Rows:
     """[N]."""
     needs: np.ndarray
     """[N]."""
+    num_output_tokens: np.ndarray
+    """[N] output tokens before each row, guessed ones included; [0] where no row needs them."""
     ahead: np.ndarray | None = None
     """[N] guessed tokens before each row; None: nowhere any."""
+    guesses: Guesses | None = None
 
-    def num_output_tokens(self, rows: list[int]) -> np.ndarray:
-        """[n] output tokens before each of `rows`, guessed ones included."""
-        counts = np.array([len(self.requests[row].output_token_ids) for row in rows])
-        return counts if self.ahead is None else counts + self.ahead[rows]
+    def one(self, row: int) -> "SamplingRows":
+        """A single row, where nothing is guessed."""
+        place = slice(row, row + 1)
+        numbers = self.num_output_tokens[place]
+        return SamplingRows(self.requests[place], self.slots[place], self.needs[place], numbers)
 
 
 class Sampler:
@@ -78,23 +96,33 @@ class Sampler:
         self._table = SamplingTable(max_num_seqs)
         self._counts = TokenCounts(max_num_seqs, device)
 
+    def rows(self, requests: Sequence[Request], guesses: Guesses | None = None) -> SamplingRows:
+        """The rows to sample: one for each request, which has a slot; and with `guesses`, what the
+        requests have guessed, 1 + counts[i] for request i."""
+        slots, ahead = self._table.load(requests), None
+        if guesses is not None:
+            counts = [count + 1 for count in guesses.counts]
+            slots = np.repeat(slots, counts)
+            requests = [r for r, count in zip(requests, counts, strict=True) for _ in range(count)]
+            ahead = np.concatenate([np.arange(count) for count in counts])
+        needs = self._table.needs[slots]
+        num_output_tokens = np.zeros(0, dtype=np.int64)
+        if (needs & (Needs.RANDOM | Needs.MIN_TOKENS)).any():
+            num_output_tokens = np.array([len(request.output_token_ids) for request in requests])
+            num_output_tokens += 0 if ahead is None else ahead
+        return SamplingRows(requests, slots, needs, num_output_tokens, ahead, guesses)
+
     @torch.inference_mode()
     def sample(
-        self,
-        logits: Tensor,
-        requests: Sequence[Request],
-        forbidden: tuple[list[int], Tensor] | None = None,
-        guesses: Guesses | None = None,
-    ) -> SampledTokens:
+        self, logits: Tensor, rows: SamplingRows, forbidden: tuple[list[int], Tensor] | None = None
+    ) -> Sampling:
         """Choose the next token, or tokens, of each request.
 
         Args:
-            logits: [N, V] float32; with `guesses`, 1 + counts[i] rows for request i.
-            requests: each with a slot.
+            logits: [N, V] float32, a row each.
+            rows: from `rows`.
             forbidden: rows [n] and, for each, the tokens [n, V] bool that must not come.
-            guesses: what the requests have guessed; None: nothing.
         """
-        rows = self._rows(requests, guesses)
         edited = self._edit(logits, rows, forbidden)
         chosen = edited.argmax(dim=-1)  # [N]
         random = np.flatnonzero(rows.needs & Needs.RANDOM)
@@ -102,12 +130,12 @@ class Sampler:
         if random.size:
             numbers = self._numbers(rows, random)
             chosen.index_copy_(0, self._tensor(random), sample_from_uniform(filtered, numbers))
-        if guesses is None:
-            token_ids = [[token_id] for token_id in chosen.tolist()]
-        else:
-            at_random = self._verify_at_random(filtered, rows, random, guesses)
-            token_ids = _take_equal(chosen.tolist(), requests, guesses, at_random)
-        return SampledTokens(token_ids, self._logprobs(logits, requests, token_ids, guesses))
+        if rows.guesses is None:
+            return Sampling(chosen, self._reading(logits, chosen, rows))
+        at_random = self._verify_at_random(filtered, rows, random, rows.guesses)
+        token_ids = _take_equal(chosen.tolist(), rows, rows.guesses, at_random)
+        sampled = SampledTokens(token_ids, self._logprobs(logits, rows, rows.guesses, token_ids))
+        return Sampling(chosen, lambda: sampled)
 
     def draw_settings(self, requests: Sequence[Request], num_tokens: int) -> DrawSettings | None:
         """How to draw `num_tokens` guesses for each request; None: the most likely tokens.
@@ -133,18 +161,8 @@ class Sampler:
             has_filters=bool((table.needs[slots] & Needs.FILTER).any()),
         )
 
-    def _rows(self, requests: Sequence[Request], guesses: Guesses | None) -> _Rows:
-        slots = self._table.load(requests)
-        if guesses is None:
-            return _Rows(requests, slots, self._table.needs[slots])
-        counts = [count + 1 for count in guesses.counts]
-        slots = np.repeat(slots, counts)
-        spread = [r for r, count in zip(requests, counts, strict=True) for _ in range(count)]
-        ahead = np.concatenate([np.arange(count) for count in counts])
-        return _Rows(spread, slots, self._table.needs[slots], ahead)
-
     def _edit(
-        self, logits: Tensor, rows: _Rows, forbidden: tuple[list[int], Tensor] | None
+        self, logits: Tensor, rows: SamplingRows, forbidden: tuple[list[int], Tensor] | None
     ) -> Tensor:
         """Logits after everything that changes which token is the most likely; a copy, if any."""
         needs = rows.needs
@@ -180,13 +198,11 @@ class Sampler:
         values = self._tensor(np.concatenate([values for _, values in biased]))
         logits.index_put_((index, token_ids), values.to(logits.dtype), accumulate=True)
 
-    def _hold_back_end(self, logits: Tensor, rows: _Rows, places: list[int]) -> None:
+    def _hold_back_end(self, logits: Tensor, rows: SamplingRows, places: list[int]) -> None:
         """No end token for rows whose output is too short yet."""
-        counts = rows.num_output_tokens(places).tolist()
+        counts = rows.num_output_tokens
         places = [
-            place
-            for place, count in zip(places, counts, strict=True)
-            if count < rows.requests[place].params.min_tokens
+            place for place in places if counts[place] < rows.requests[place].params.min_tokens
         ]
         if not places:
             return
@@ -196,7 +212,7 @@ class Sampler:
         index = self._tensor(np.repeat(places, [len(token_ids) for token_ids in ends]))
         logits[index, self._tensor(np.concatenate(ends))] = -torch.inf
 
-    def _filter(self, logits: Tensor, rows: _Rows, places: np.ndarray) -> Tensor:
+    def _filter(self, logits: Tensor, rows: SamplingRows, places: np.ndarray) -> Tensor:
         """[n, V] logits of the rows with a temperature, after it and after the filters."""
         table, slots = self._table, rows.slots[places]
         if len(places) < len(rows.slots):
@@ -209,13 +225,13 @@ class Sampler:
             filtered[index] = filter_logits(filtered[index], top_k, top_p[index], min_p[index])
         return filtered
 
-    def _numbers(self, rows: _Rows, places: np.ndarray) -> Tensor:
+    def _numbers(self, rows: SamplingRows, places: np.ndarray) -> Tensor:
         """[n] the random number that decides the token of each row."""
-        positions = rows.num_output_tokens(places.tolist())
-        return self._tensor(uniform(self._table.keys[rows.slots[places]], positions))
+        keys, positions = self._table.keys[rows.slots[places]], rows.num_output_tokens[places]
+        return self._tensor(uniform(keys, positions))
 
     def _verify_at_random(
-        self, filtered: Tensor, rows: _Rows, random: np.ndarray, guesses: Guesses
+        self, filtered: Tensor, rows: SamplingRows, random: np.ndarray, guesses: Guesses
     ) -> dict[int, tuple[int, int]]:
         """(guesses that stay, the token behind them) of the requests that may get other tokens
         than without guesses, by place."""
@@ -239,7 +255,7 @@ class Sampler:
         for line, (place_row, width) in enumerate(zip(first_row.tolist(), widths, strict=True)):
             token_ids[line, :width] = rows.requests[place_row].draft_token_ids[:width]
         keys = self._table.keys[rows.slots[first_row]][:, None]
-        positions = rows.num_output_tokens(first_row.tolist())[:, None] + np.arange(most + 1)
+        positions = rows.num_output_tokens[first_row][:, None] + np.arange(most + 1)
         verified = verify_drafts(
             target,
             torch.stack([draft[:most] for draft in drafts if draft is not None]),
@@ -252,38 +268,56 @@ class Sampler:
         counts, ends = torch.stack((verified.num_accepted, verified.token_ids)).tolist()
         return dict(zip(places, zip(counts, ends, strict=True), strict=True))
 
+    def _reading(
+        self, logits: Tensor, chosen: Tensor, rows: SamplingRows
+    ) -> Callable[[], SampledTokens]:
+        """Start to fetch the `chosen` tokens [N] of rows without guesses, and what is asked for
+        about them; what that returns waits for it."""
+        tokens = Readback(chosen)
+        wanted = np.flatnonzero(rows.needs & Needs.LOGPROBS).tolist()
+        nothing: list[list[TokenLogprobs] | None] = [None] * len(rows.requests)
+        if not wanted:
+            return lambda: SampledTokens([[token] for token in tokens.lists()[0]], nothing)
+        index = self._tensor(np.array(wanted))
+        counts = [rows.requests[row].params.logprobs or 0 for row in wanted]
+        found = LogprobsReadback(logits.index_select(0, index), chosen[index], counts)
+
+        def read() -> SampledTokens:
+            logprobs = list(nothing)
+            for row, entry in zip(wanted, found.entries(), strict=True):
+                logprobs[row] = [entry]
+            return SampledTokens([[token] for token in tokens.lists()[0]], logprobs)
+
+        return read
+
     def _logprobs(
-        self,
-        logits: Tensor,
-        requests: Sequence[Request],
-        token_ids: list[list[int]],
-        guesses: Guesses | None,
+        self, logits: Tensor, rows: SamplingRows, guesses: Guesses, token_ids: list[list[int]]
     ) -> list[list[TokenLogprobs] | None]:
-        """Of the tokens of those requests that ask for them."""
-        result: list[list[TokenLogprobs] | None] = [None] * len(requests)
-        if all(request.params.logprobs is None for request in requests):
-            return result
-        rows: list[int] = []
-        flat: list[int] = []
+        """Of the tokens of those requests that ask for them, where some were guessed."""
+        result: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
+        index: list[int] = []
         counts: list[int] = []
+        flat: list[int] = []
         first = 0
-        for place, (request, taken) in enumerate(zip(requests, token_ids, strict=True)):
-            if request.params.logprobs is not None:
-                rows += range(first, first + len(taken))
+        for place, (count, taken) in enumerate(zip(guesses.counts, token_ids, strict=True)):
+            if (wanted := rows.requests[first].params.logprobs) is not None:
+                index += range(first, first + len(taken))
+                counts += [wanted] * len(taken)
                 flat += taken
-                counts += [request.params.logprobs] * len(taken)
                 result[place] = []
-            first += 1 if guesses is None else 1 + guesses.counts[place]
-        index = torch.tensor(rows, device=self._device)
-        chosen = torch.tensor(flat, device=self._device)
-        found = iter(token_logprobs(logits.index_select(0, index), chosen, counts))
+            first += 1 + count
+        if not index:
+            return result
+        chosen = self._tensor(np.array(flat))
+        some = logits.index_select(0, self._tensor(np.array(index)))
+        found = iter(LogprobsReadback(some, chosen, counts).entries())
         for entries, taken in zip(result, token_ids, strict=True):
             if entries is not None:
                 entries += [next(found) for _ in taken]
         return result
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return send(array, self._device)
 
 
 def may_differ(request: Request) -> bool:
@@ -294,7 +328,7 @@ def may_differ(request: Request) -> bool:
 
 def _take_equal(
     chosen: list[int],
-    requests: Sequence[Request],
+    rows: SamplingRows,
     guesses: Guesses,
     at_random: dict[int, tuple[int, int]],
 ) -> list[list[int]]:
@@ -302,7 +336,8 @@ def _take_equal(
     chosen token that does not; or what was verified otherwise."""
     result = []
     first = 0
-    for place, (request, count) in enumerate(zip(requests, guesses.counts, strict=True)):
+    for place, count in enumerate(guesses.counts):
+        request = rows.requests[first]
         if place in at_random:
             num_kept, token_id = at_random[place]
         else:
@@ -315,18 +350,19 @@ def _take_equal(
     return result
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of `token_ids` [N] under `logits` [N, V], with the `counts` [N] most likely ones."""
-    ranked = ranked_logprobs(logits, token_ids, max(counts, default=0))
-    columns = zip(
-        ranked.logprobs.tolist(),
-        ranked.ranks.tolist(),
-        ranked.top_ids.tolist(),
-        ranked.top_logprobs.tolist(),
-        counts,
-        strict=True,
-    )
-    return [
-        TokenLogprobs(logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
-        for logprob, rank, ids, values, count in columns
-    ]
+class LogprobsReadback:
+    """Log-probabilities on their way to the host."""
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> None:
+        """Of `token_ids` [N] under `logits` [N, V], with the `counts` [N] most likely ones."""
+        self._counts = counts
+        self._ranked = Readback(*ranked_logprobs(logits, token_ids, max(counts, default=0)))
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One per token; waits for them."""
+        return [
+            TokenLogprobs(logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+            for logprob, rank, ids, values, count in zip(
+                *self._ranked.lists(), self._counts, strict=True
+            )
+        ]

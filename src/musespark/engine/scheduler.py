@@ -125,6 +125,22 @@ class Scheduler:
             scheduled += self._admit(budget, places - len(scheduled))
         return scheduled
 
+    def schedule_ahead(self) -> list[ScheduledRequest]:
+        """The step behind one that was foreseen: the next token of each request that decodes.
+
+        Empty where more is to be done, or somebody would be driven out: that can wait until the
+        tokens are known.
+        """
+        if self.waiting and self._free_slots and not self._is_refused_again(self.waiting[0]):
+            return []
+        decodes = [request for request in self.running if not request.is_under_way]
+        if any(request.num_uncomputed_tokens > 1 for request in decodes):
+            return []
+        decodes = decodes[: self.max_num_batched_tokens]
+        if not all(self.blocks.allocate(request, 1) for request in decodes):
+            return []  # who got a block needs it next in any case
+        return [ScheduledRequest(request, 1) for request in decodes]
+
     def commit(self, item: ScheduledRequest, token_ids: Sequence[int]) -> int:
         """Take over what a step did for one request: its tokens are cached, some may be new.
 
@@ -136,18 +152,42 @@ class Scheduler:
         Returns:
             How many of `token_ids` belong to the output, which may end before the last.
         """
-        request, taken, reason = item.request, 0, None
+        self.foresee(item, 0)
+        return self.settle(item.request, token_ids) if token_ids else 0
+
+    def foresee(self, item: ScheduledRequest, row: int) -> None:
+        """The first half of `commit`, before the new token is known: the step's are cached.
+
+        Args:
+            item: the request's part of the step.
+            row: which of those that the step samples the new token is going to be.
+        """
+        request = item.request
+        samples = item.samples
+        request.num_computed_tokens += item.num_new_tokens - item.num_drafts
+        if samples:
+            request.output_token_ids.append(-1 - row)
+            # If that is its last one, there is nothing to run behind it.
+            request.is_under_way = request.num_wanted_tokens == 0
+        self.blocks.commit(request)
+        if request.followers and request.num_computed_tokens >= len(request.prompt_token_ids):
+            self._start_followers(request)
+
+    def settle(self, request: Request, token_ids: Sequence[int]) -> int:
+        """The second half of `commit`: the new token, which may have been foreseen for long, and
+        with guesses the ones before it. Returns as `commit` does."""
         if request.draft_token_ids:
             request.drop_drafts()
+        taken, reason = 0, None
+        request.output_token_ids.pop()
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
             taken += 1
             if reason := self._finish_reason(request, token_id):
                 break
-        request.num_computed_tokens += item.num_new_tokens - item.num_drafts + max(0, taken - 1)
-        self.blocks.commit(request)
-        if request.followers and request.num_computed_tokens >= len(request.prompt_token_ids):
-            self._start_followers(request)
+        if taken > 1:
+            request.num_computed_tokens += taken - 1
+            self.blocks.commit(request)
         if reason is not None:
             self.finish(request, reason)
         return taken

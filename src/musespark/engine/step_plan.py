@@ -32,7 +32,7 @@ class StepPlan:
     slots: list[int] = field(default_factory=list)
     """[B] place of each sequence among all that run."""
     token_ids: list[int] = field(default_factory=list)
-    """[T]."""
+    """[T]; -1 - k is what row k of the logits of the step before samples, not known yet."""
     query_start: list[int] = field(default_factory=lambda: [0])
     """[B + 1] first token of each sequence, and T at the end."""
     num_computed: list[int] = field(default_factory=list)

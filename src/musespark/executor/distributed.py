@@ -19,6 +19,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
 from musespark.engine.executor import Runner, StepOutput
 from musespark.engine.inputs import InputBuilder
@@ -39,6 +40,8 @@ _KEEP_ALIVE = {
 
 class DriverExecutor:
     """The driver's side: an `Executor` whose steps the other ranks of its replica run too."""
+
+    runs_ahead = False  # plans that travel name all tokens
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class DriverExecutor:
         self._send(Step(plan))
         self._plans.append(plan)
 
-    def collect(self) -> StepOutput:
+    def collect(self, sampled: Tensor | None = None) -> StepOutput:
+        assert sampled is None
         batch = self._inputs.build(self._plans.popleft())
         return StepOutput(batch, *self._runner.run(batch))
 

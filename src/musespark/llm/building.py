@@ -158,7 +158,11 @@ def _driver(
     end: Callable[[], None] = _nobody
     if config.world_size == 1:
         executor = InProcessExecutor(
-            runner, layout, config.max_num_seqs, with_masks=runner.reads_masks
+            runner,
+            layout,
+            config.max_num_seqs,
+            with_masks=runner.reads_masks,
+            runs_ahead=runner.device.type == "cuda",
         )
     else:
         executor = leading = DriverExecutor(

@@ -235,14 +235,14 @@ def test_spark_mini_says_the_same():
     decoder = load_decoder("spark-mini", device="cpu", dtype="float32")
     decoder.pack()
     config = decoder.config
-    prompts = [list(text.encode()) for text in ("What is 12 + 30?", "Hello", "a", "Sort: 5, 3, 9")]
+    prompts = [list(text.encode()) for text in ("What is 12 + 30?" * 2, "Hello", "a", "Sort: 5, 3, 9")]
     mixed = [
         SamplingParams(temperature=0, max_tokens=24, logprobs=2),
         SamplingParams(temperature=0.9, seed=1, top_p=0.9, max_tokens=16, n=2),
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
         SamplingParams(temperature=0.7, seed=2, repetition_penalty=1.2, max_tokens=5),
     ]
-    layout = layout_for(decoder, 4, 18)
+    layout = layout_for(decoder, 4, 17)
     found, preemptions = [], []
     for runs_ahead in (False, True):
         engine = engine_for(

@@ -530,8 +530,7 @@ def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
         runner = ModelRunner(decoder, KVCacheSpec(BLOCK_SIZE, blocks, blocks))
         layout = CacheLayout(BLOCK_SIZE, blocks, blocks, WINDOW)
         limits = EngineLimits(V, 1024, count, 64 * count, frozenset(), prefix_caching=False)
-        masks = DEVICE.type != "cuda"
-        executor = InProcessExecutor(runner, layout, count, with_masks=masks)
+        executor = InProcessExecutor(runner, layout, count, with_masks=False, runs_ahead=True)
         engine = Engine(executor, layout, limits)
         params = SamplingParams(temperature=0, max_tokens=num_steps + 20)
         for number in range(count):

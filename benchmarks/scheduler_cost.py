@@ -68,7 +68,8 @@ def make_engine(num_seqs: int) -> Engine:
         max_num_batched_tokens=8192,
         eos_token_ids=frozenset(),
     )
-    return Engine(InProcessExecutor(NoModel(num_seqs), layout, num_seqs), layout, limits)
+    executor = InProcessExecutor(NoModel(num_seqs), layout, num_seqs, runs_ahead=True)
+    return Engine(executor, layout, limits)
 
 
 def measure(name: str, num_seqs: int, with_loop: bool) -> dict[str, object]:

@@ -334,10 +334,10 @@ def test_abort_gives_everything_back(state):
 
 def test_a_scheduled_request_samples_only_at_its_last_token():
     request = make_request(5, 2)
-    assert not ScheduledRequest(request, 4).samples
-    assert ScheduledRequest(request, 5).samples
+    assert not ScheduledRequest.of(request, 4).samples
+    assert ScheduledRequest.of(request, 5).samples
     request.num_computed_tokens = 4
-    assert ScheduledRequest(request, 1).samples
+    assert ScheduledRequest.of(request, 1).samples
 
 
 @settings(max_examples=100)

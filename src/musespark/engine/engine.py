@@ -420,7 +420,7 @@ class Engine:
         bitmask = new_bitmask(sum(1 + item.num_drafts for item in sampling), vocab_size)
         rows: list[int] = []
         first = 0
-        for request, _, num_drafts in sampling:
+        for request, _, num_drafts, _ in sampling:
             if (constraint := request.constraint) is not None:
                 ahead = request.draft_token_ids[:num_drafts]
                 rows += constraint.fill_allowed(bitmask, first, ahead)

@@ -62,6 +62,8 @@ class Request:
     """Tokens that end the output: the model's, unless ignored, and the request's own."""
     max_total_tokens: int
     """Prompt and output tokens at most."""
+    max_output_tokens: int = field(init=False)
+    """Output tokens at most."""
     index: int = 0
     """Which of the prompt's outputs."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -105,6 +107,11 @@ class Request:
     followers: list["Request"] = field(default_factory=list)
     """Further outputs of the same prompt, which wait for it to be in the cache."""
 
+    def __post_init__(self) -> None:
+        room = self.max_total_tokens - len(self.prompt_token_ids)
+        limit = self.params.max_tokens
+        self.max_output_tokens = room if limit is None else min(room, limit)
+
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
@@ -118,10 +125,7 @@ class Request:
     @property
     def num_wanted_tokens(self) -> int:
         """Tokens that its output may still get."""
-        room = self.max_total_tokens - self.num_tokens
-        if self.params.max_tokens is None:
-            return room
-        return min(room, self.params.max_tokens - len(self.output_token_ids))
+        return self.max_output_tokens - len(self.output_token_ids)
 
     def drop_drafts(self) -> None:
         """Forget what was guessed."""

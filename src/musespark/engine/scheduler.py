@@ -29,13 +29,16 @@ class ScheduledRequest(NamedTuple):
     request: Request
     num_new_tokens: int
     """Guessed ones included, which come last."""
-    num_drafts: int = 0
+    num_drafts: int
     """How many are guessed."""
+    samples: bool
+    """Whether the step reaches the request's last token, so that a new one is sampled."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the request's last token, so that a new one is sampled."""
-        return self.num_new_tokens - self.num_drafts == self.request.num_uncomputed_tokens
+    @classmethod
+    def of(cls, request: Request, num_new_tokens: int, num_drafts: int = 0) -> "ScheduledRequest":
+        """The next tokens of a request, guessed ones last."""
+        samples = num_new_tokens - num_drafts == request.num_uncomputed_tokens
+        return cls(request, num_new_tokens, num_drafts, samples)
 
 
 class _Refusal(NamedTuple):
@@ -139,7 +142,7 @@ class Scheduler:
         decodes = decodes[: self.max_num_batched_tokens]
         if not all(self.blocks.allocate(request, 1) for request in decodes):
             return []  # who got a block needs it next in any case
-        return [ScheduledRequest(request, 1) for request in decodes]
+        return [ScheduledRequest(request, 1, 0, True) for request in decodes]
 
     def commit(self, item: ScheduledRequest, token_ids: Sequence[int]) -> int:
         """Take over what a step did for one request: its tokens are cached, some may be new.
@@ -163,12 +166,12 @@ class Scheduler:
             row: which of those that the step samples the new token is going to be.
         """
         request = item.request
-        samples = item.samples
         request.num_computed_tokens += item.num_new_tokens - item.num_drafts
-        if samples:
-            request.output_token_ids.append(-1 - row)
+        if item.samples:
+            outputs = request.output_token_ids
+            outputs.append(-1 - row)
             # If that is its last one, there is nothing to run behind it.
-            request.is_under_way = request.num_wanted_tokens == 0
+            request.is_under_way = len(outputs) == request.max_output_tokens
         self.blocks.commit(request)
         if request.followers and request.num_computed_tokens >= len(request.prompt_token_ids):
             self._start_followers(request)
@@ -178,10 +181,10 @@ class Scheduler:
         with guesses the ones before it. Returns as `commit` does."""
         if request.draft_token_ids:
             request.drop_drafts()
-        taken, reason = 0, None
-        request.output_token_ids.pop()
+        taken, reason, outputs = 0, None, request.output_token_ids
+        outputs.pop()
         for token_id in token_ids:
-            request.output_token_ids.append(token_id)
+            outputs.append(token_id)
             taken += 1
             if reason := self._finish_reason(request, token_id):
                 break
@@ -207,10 +210,7 @@ class Scheduler:
         count = len(request.output_token_ids)
         if token_id in request.end_token_ids and count > request.params.min_tokens:
             return FinishReason.STOP
-        limit = request.params.max_tokens
-        if limit is not None and count >= limit:
-            return FinishReason.LENGTH
-        return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else None
+        return FinishReason.LENGTH if count >= request.max_output_tokens else None
 
     def _advance(
         self, requests: list[Request], scheduled: list[ScheduledRequest], budget: int
@@ -223,7 +223,7 @@ class Scheduler:
             if count == 0:
                 continue
             if self.blocks.allocate(request, count):
-                scheduled.append(ScheduledRequest(request, count))
+                scheduled.append(ScheduledRequest.of(request, count))
                 budget -= count
             else:
                 scheduled = self._make_room(request, count, scheduled)
@@ -254,7 +254,7 @@ class Scheduler:
                 held = request.num_blocks * self.layout.block_size - request.num_computed_tokens
                 width = min(width, held - 1)
             if width > 0:
-                scheduled[place] = ScheduledRequest(request, 1 + width, width)
+                scheduled[place] = ScheduledRequest.of(request, 1 + width, width)
                 left -= width
         return limit - left
 
@@ -271,7 +271,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return scheduled
-        return [*scheduled, ScheduledRequest(request, count)]
+        return [*scheduled, ScheduledRequest.of(request, count)]
 
     def _num_places(self) -> int:
         """Requests of one step at most: an equal share of all for each step under way."""
@@ -308,7 +308,7 @@ class Scheduler:
             request.slot = self._free_slots.pop()
             request.num_starts += 1
             self.running.append(request)
-            admitted.append(ScheduledRequest(request, count))
+            admitted.append(ScheduledRequest.of(request, count))
             budget -= count
         return admitted
 

@@ -68,11 +68,13 @@ class StepPlanner:
         """One step. `schedule` lists the requests with a single new token first."""
         token_ids: list[int] = []
         query_start = [0]
+        num_computed: list[int] = []
         logit_rows: list[int] = []
         num_decodes = 0
         for item in schedule:
-            request, count, num_drafts = item
+            request, count, num_drafts, samples = item
             first = request.num_computed_tokens
+            num_computed.append(first)
             if count == 1:
                 num_decodes += 1
                 prompt, outputs = request.prompt_token_ids, request.output_token_ids
@@ -83,14 +85,17 @@ class StepPlanner:
                 token_ids += request.draft_token_ids[:num_drafts]
             end = len(token_ids)
             query_start.append(end)
-            logit_rows += wanted_rows(item, end)
+            if count == 1 and samples:
+                logit_rows.append(end - 1)
+            else:
+                logit_rows += wanted_rows(item, end)
         slots = [item.request.slot for item in schedule]
         full, sliding = self._full_group(slots, schedule), self._sliding_group(slots, schedule)
         return StepPlan(
             slots=slots,
             token_ids=token_ids,
             query_start=query_start,
-            num_computed=[item.request.num_computed_tokens for item in schedule],
+            num_computed=num_computed,
             logit_rows=logit_rows,
             num_decodes=num_decodes,
             full=full,
@@ -149,7 +154,7 @@ def wanted_rows(item: ScheduledRequest, end: int) -> range:
     """The rows, of a request's up to `end`, whose logits are needed: that of its last token, if the
     step reaches it, and of the guessed ones behind; all, if they predict prompt tokens whose
     log-probability is wanted."""
-    request, count, num_drafts = item
+    request, count, num_drafts, samples = item
     if request.params.prompt_logprobs is not None and not request.output_token_ids:
         return range(end - count, end)
-    return range(end - item.samples - num_drafts, end)
+    return range(end - samples - num_drafts, end)

@@ -60,6 +60,26 @@ def test_float32_gives_the_cpus_greedy_tokens():
     assert chunked == on_cpu
 
 
+def test_running_ahead_changes_no_token():
+    """Of requests that end in every way and are sampled in every way."""
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0.8, seed=1, max_tokens=20, n=2, logprobs=1),
+        SamplingParams(temperature=1.0, seed=2, top_p=0.9, top_k=40, max_tokens=30),
+        SamplingParams(temperature=0, max_tokens=12, frequency_penalty=0.3),
+        SamplingParams(temperature=0.6, seed=3, max_tokens=25, min_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=40, stop=("0",)),
+    ]
+    found = []
+    for runs_ahead in (False, True):
+        llm = LLM("spark-mini", device="cuda", dtype="float32", max_model_len=512, max_num_seqs=5)
+        engine: Any = llm._engine
+        engine._executor.runs_ahead = runs_ahead
+        completions = [*llm.generate(PROMPTS, params), *llm.generate(PROMPTS[::-1], params)]
+        found.append([(c.token_ids, c.finish_reason) for c in completions])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_bfloat16_runs_whole(folder, cache):
     found = tokens(folder, device="cuda", dtype="bfloat16", kv_cache_dtype=cache)

@@ -517,7 +517,7 @@ class Decoding:
     parts_us: float
     """The layers, each timed by itself, and the logits, added up."""
     share_off_gpu: float
-    """Of the step's time."""
+    """Of the step's time, outside of its graph."""
 
 
 def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
@@ -553,14 +553,16 @@ def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
 
 
 def time_graph(replay: Callable[[], None]) -> float:
-    """Median time in us of a replay, the wait for its end included."""
+    """Median time in us of a replay right behind another one."""
     times = []
     for _ in range(10):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         replay()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e6)
+        start.record()
+        replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1000)
     return statistics.median(times)
 
 

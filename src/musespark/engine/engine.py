@@ -244,8 +244,11 @@ class Engine:
         self._model_seconds += time.perf_counter() - started
 
     def _take_up(self, step: _Step, output: StepOutput) -> list[NewToken]:
-        """The tokens of a step that has been launched. If they need not be known for that, the next
-        step is launched before they are read, so that the device always has something to do."""
+        """The tokens of a step that has been launched.
+
+        The next step is launched before they are read, if it can be, so that the device always has
+        something to do.
+        """
         schedule, logits = self._still_wanted(step, output.logits)
         sampling = [item for item in schedule if item.samples]
         is_foreseen, is_ahead = bool(sampling) and self._may_go_ahead(schedule), False
@@ -257,10 +260,10 @@ class Engine:
         started = time.perf_counter()
         if any(wants_prompt_logprobs(item.request) for item in schedule):
             logits = take_prompt_logprobs(schedule, logits)
-        under_way = self._sample(logits, sampling, rows)
+        chosen = self._sample(logits, sampling, rows)
         if is_ahead:
-            self._launch(under_way.token_ids)
-        sampled = under_way.read()
+            self._launch(chosen.token_ids)
+        sampled = chosen.read()
         # Only now is it known that a GPU has finished: the sampled tokens are here.
         self._model_seconds += time.perf_counter() - started
         if not is_foreseen:

@@ -92,6 +92,7 @@ class InProcessExecutor:
         """`with_masks` is False for a runner that never reads the masks of a batch; `runs_ahead`
         pays for one that returns before the device has finished. A `depth` above 1 gains nothing
         here, and shows in tests what a pipeline does to the engine."""
+        assert depth == 1 or not runs_ahead
         self._runner, self.depth, self.runs_ahead = runner, depth, runs_ahead
         self._inputs = InputBuilder(layout, max_num_seqs, runner.device, with_masks=with_masks)
         self._batches: deque[ForwardBatch] = deque()

@@ -2,7 +2,7 @@
 
     python benchmarks/h200.py --output results.json            # all
     python benchmarks/h200.py --only boundary finalize         # some operations
-    python benchmarks/h200.py --layers nvfp4                   # which layers; none: no layer
+    python benchmarks/h200.py --layers nvfp4                   # which layers; bare: no layer
     python benchmarks/h200.py --tokens 1 16                    # at some sizes
     python benchmarks/h200.py --slice 8                        # and decode with so many layers
     python benchmarks/h200.py --warm-up 0/4                    # compile a quarter of the kernels
@@ -629,7 +629,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="write the results here, as JSON")
     parser.add_argument("--only", nargs="*", help="names of operations")
-    parser.add_argument("--layers", nargs="*", default=["nvfp4", "bf16"])
+    kinds = ["nvfp4", "bf16"]
+    parser.add_argument("--layers", nargs="*", choices=kinds, default=kinds)
     parser.add_argument("--tokens", nargs="*", type=int, default=list(SIZES))
     parser.add_argument("--slice", type=int, help="decode with so many layers")
     parser.add_argument("--warm-up", help="only compile part I of N: I/N, for processes at once")

@@ -18,6 +18,7 @@ from musespark.engine.client import EngineInfo
 from musespark.engine.engine import Engine, EngineLimits
 from musespark.engine.inputs import InputBuilder
 from musespark.engine.kv_blocks import CacheLayout
+from musespark.engine.step_plan import StepPlan
 from musespark.errors import CapacityError
 from musespark.executor.distributed import DriverExecutor, accept_ranks, connect_to_driver, follow
 from musespark.executor.multiprocess import LocalLauncher, LocalRank
@@ -95,7 +96,19 @@ class RankModel:
             raise ZeroDivisionError("poisoned")
 
 
-def build(world: World, *, trouble: str = "", where: int = -1, progress=None) -> Driver | Follower:
+class WatchedDriver(DriverExecutor):
+    """Counts the steps that begin before the tokens of the last are known."""
+
+    num_ahead = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self.num_ahead += plan.num_unknown > 0
+        super().submit(plan)
+
+
+def build(
+    world: World, *, trouble: str = "", where: int = -1, runs_ahead: bool = False, progress=None
+) -> Driver | Follower:
     """One rank."""
     if trouble == "load" and world.place.rank == where:
         raise CapacityError("max_model_len: lower it.")
@@ -109,14 +122,16 @@ def build(world: World, *, trouble: str = "", where: int = -1, progress=None) ->
     inputs = InputBuilder(LAYOUT, LIMITS.max_num_seqs, model.device)
     if followers is None:
         assert connection is not None
-        return Follower(partial(follow, model, inputs, connection), num_bytes=10)
+        return Follower(partial(follow, model, inputs, connection, world.mesh.tensor), num_bytes=10)
     settings = world.parallelism
-    executor = DriverExecutor(
+    executor = WatchedDriver(
         model,
         inputs,
         followers,
+        world.mesh.tensor,
         depth=settings.pipeline_parallel_size,
         in_lockstep=settings.shares_experts_over_replicas,
+        runs_ahead=runs_ahead,
     )
     info = EngineInfo(
         vocab_size=VOCAB_SIZE,
@@ -135,6 +150,7 @@ def build(world: World, *, trouble: str = "", where: int = -1, progress=None) ->
 
     def end() -> None:
         assert model.has_overlapped
+        assert (executor.num_ahead > 0) == runs_ahead
         executor.end()
 
     return Driver(Engine(executor, LAYOUT, LIMITS), info, end, num_bytes=11)

@@ -42,8 +42,8 @@ def layout(tp=1, pp=1, dp=1, *, ep=False) -> Parallelism:
 TP2, PP2, DP2 = layout(tp=2), layout(pp=2), layout(dp=2)
 
 
-def start(parallelism, **trouble) -> AsyncEngineClient:
-    launcher = LocalLauncher(partial(fake_ranks.build, **trouble), parallelism)
+def start(parallelism, **settings) -> AsyncEngineClient:
+    launcher = LocalLauncher(partial(fake_ranks.build, **settings), parallelism)
     return AsyncEngineClient(lambda deliver: RankGroup(launcher, parallelism, deliver))
 
 
@@ -72,17 +72,18 @@ def run(scenario):
 
 
 @pytest.mark.parametrize(
-    "parallelism",
-    [PP2, layout(pp=2, dp=2, ep=True)],
-    ids=lambda parallelism: parallelism.layout_name,
+    ("parallelism", "settings"),
+    [(PP2, {}), (layout(pp=2, dp=2, ep=True), {}), (TP2, {"runs_ahead": True})],
+    ids=["pp2", "pp2 dp2 ep2", "tp2 ahead"],
 )
-def test_pipelines_are_filled_and_give_every_request_its_tokens(parallelism, monkeypatch):
-    """The other layouts: test_llm.py, with a real model."""
+def test_steps_under_way_give_every_request_its_tokens(parallelism, settings, monkeypatch):
+    """Pipelines are filled; steps begin before the tokens of the last are known. The other
+    layouts: test_llm.py, with a real model."""
     if parallelism == PP2:  # the last stage waits for the first one to be a step ahead
         monkeypatch.setenv("TEST_OVERLAP", "1")
 
     async def scenario():
-        client = start(parallelism)
+        client = start(parallelism, **settings)
         await client.wait_ready()
         size = parallelism.world_size
         assert client.info.layout == parallelism.layout_name

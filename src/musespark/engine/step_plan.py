@@ -46,6 +46,12 @@ class StepPlan:
     sliding: GroupPlan | None = None
     """None where the model has no sliding layers."""
 
+    @property
+    def num_unknown(self) -> int:
+        """How many of the tokens that the step before samples this one needs: all up to the last
+        that it names."""
+        return max(0, -min(self.token_ids, default=0))
+
     def rows_of(self, sequences: Sequence[bool]) -> list[int]:
         """Places, among the wanted rows, of those that belong to the chosen sequences [B]."""
         starts = self.query_start

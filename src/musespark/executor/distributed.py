@@ -2,7 +2,8 @@
 
 The driver, on the last pipeline stage, sends each step's plan to the others over sockets, and every
 rank builds its own tensors from it. With a pipeline the driver sends several plans ahead, so that
-the first stage works on the next step while the last one finishes the one before.
+the first stage works on the next step while the last one finishes the one before. Without one, a
+plan may name tokens that are only being sampled; those go from device to device.
 
 A socket, and not a collective: it may stay silent for days, it buffers, and it ends with whoever is
 at its other end.
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor
 
 from musespark.engine.executor import Runner, StepOutput
-from musespark.engine.inputs import InputBuilder
+from musespark.engine.inputs import InputBuilder, fill_in
 from musespark.engine.messages import End, FromDriver, Step
 from musespark.engine.step_plan import StepPlan
 from musespark.engine.wire import decode, encode
 from musespark.errors import EngineDeadError
 from musespark.executor.world import World
+from musespark.model.batch import ForwardBatch
+from musespark.parallel.collectives import broadcast
+from musespark.parallel.mesh import MeshAxis
 
 # Two seconds of silence, then a question every second, and three without an answer are the end.
 _KEEP_ALIVE = {
@@ -41,21 +45,25 @@ _KEEP_ALIVE = {
 class DriverExecutor:
     """The driver's side: an `Executor` whose steps the other ranks of its replica run too."""
 
-    runs_ahead = False  # plans that travel name all tokens
-
     def __init__(
         self,
         runner: Runner,
         inputs: InputBuilder,
         others: "Sequence[Connection]",
+        axis: MeshAxis,
         *,
         depth: int = 1,
         in_lockstep: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
-        """`others`: from `accept_ranks`."""
+        """`others`: from `accept_ranks`; `axis`: the tensor-parallel ranks of this stage, who get
+        sampled tokens from this one where it `runs_ahead`."""
+        assert depth == 1 or not runs_ahead
+        assert axis.rank == 0
         self._runner, self._inputs, self._others = runner, inputs, others
+        self._axis, self.runs_ahead = axis, runs_ahead
         self.depth, self.in_lockstep = depth, in_lockstep
-        self._plans: deque[StepPlan] = deque()
+        self._under_way: deque[tuple[StepPlan, ForwardBatch]] = deque()
 
     @property
     def device(self) -> torch.device:
@@ -63,16 +71,17 @@ class DriverExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._send(Step(plan))
-        self._plans.append(plan)
+        self._under_way.append((plan, self._inputs.build(plan)))
 
     def collect(self, sampled: Tensor | None = None) -> StepOutput:
-        assert sampled is None
-        batch = self._inputs.build(self._plans.popleft())
+        plan, batch = self._under_way.popleft()
+        if sampled is not None:
+            batch = fill_in(batch, broadcast(sampled[: plan.num_unknown], self._axis))
         return StepOutput(batch, *self._runner.run(batch))
 
     def end(self) -> None:
         """Let the other ranks go; nothing may be under way."""
-        assert not self._plans
+        assert not self._under_way
         self._send(End())
         for connection in self._others:
             connection.close()
@@ -86,8 +95,10 @@ class DriverExecutor:
                 raise EngineDeadError("Another rank of this replica has gone.") from None
 
 
-def follow(runner: Runner, inputs: InputBuilder, driver: Connection) -> None:
+def follow(runner: Runner, inputs: InputBuilder, driver: Connection, axis: MeshAxis) -> None:
     """The other ranks' side: run what the driver sends, until it says that this was all.
+
+    `axis`: as for `DriverExecutor`.
 
     Raises:
         EngineDeadError: the driver has gone without a word.
@@ -100,7 +111,10 @@ def follow(runner: Runner, inputs: InputBuilder, driver: Connection) -> None:
     while not isinstance(message := arrived.get(), End):
         if message is None:
             raise EngineDeadError("The rank that plans this replica's steps has gone.")
-        runner.run(inputs.build(message.plan))
+        batch = inputs.build(message.plan)
+        if count := message.plan.num_unknown:
+            batch = fill_in(batch, broadcast(batch.token_ids.new_empty(count), axis))
+        runner.run(batch)
 
 
 def _read(driver: Connection, arrived: "SimpleQueue[FromDriver | None]") -> None:

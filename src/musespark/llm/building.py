@@ -146,7 +146,8 @@ def build_part(
         return _driver(share, draft, config, followers)
     assert driver is not None  # noqa: S101
     inputs = _input_builder(share, config)
-    return Follower(functools.partial(follow, runner, inputs, driver), _held_bytes(runner.device))
+    run = functools.partial(follow, runner, inputs, driver, decoder.layout.tensor)
+    return Follower(run, _held_bytes(runner.device))
 
 
 def _driver(
@@ -154,6 +155,7 @@ def _driver(
 ) -> Driver:
     """The rank with the engine."""
     layout, runner = share.layout, share.runner
+    on_gpu = runner.device.type == "cuda"
     executor: Executor
     end: Callable[[], None] = _nobody
     if config.world_size == 1:
@@ -162,15 +164,19 @@ def _driver(
             layout,
             config.max_num_seqs,
             with_masks=runner.reads_masks,
-            runs_ahead=runner.device.type == "cuda",
+            runs_ahead=on_gpu,
         )
     else:
         executor = leading = DriverExecutor(
             runner,
             _input_builder(share, config),
             followers,
+            share.decoder.layout.tensor,
             depth=config.pipeline_parallel_size,
             in_lockstep=config.shares_experts_over_replicas,
+            runs_ahead=on_gpu
+            and config.pipeline_parallel_size == 1
+            and not config.shares_experts_over_replicas,
         )
         end = leading.end
     if config.records_graphs_first and runner.records_steps:

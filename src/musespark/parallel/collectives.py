@@ -56,6 +56,16 @@ def reduce_scatter(x: Tensor, axis: MeshAxis) -> Tensor:
     return out
 
 
+def broadcast(x: Tensor, axis: MeshAxis) -> Tensor:
+    """The `x` of the axis' first rank, on all of them. Those of the others, of the same shape and
+    dtype, are overwritten."""
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    dist.broadcast(x, group=_group(axis), group_src=0)
+    return x
+
+
 def exchange_counts(counts: Tensor, axis: MeshAxis) -> Tensor:
     """[size, ...] -> [size, ...]: row r goes to rank r; row r of the result came from rank r."""
     if axis.size == 1:

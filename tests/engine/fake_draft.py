@@ -12,6 +12,7 @@ from torch import Tensor
 
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.model.draft import DraftContext, PagedContext
+from musespark.ops.kernel_set import torch_kernels
 from musespark.speculative.draw import Drawing, DrawSettings
 from musespark.speculative.guess import Guess
 
@@ -77,7 +78,7 @@ class FakeDraft:
         ]
         if self._full.size:
             self.seen += [list(tokens) for tokens in sequences]
-        drawing = Drawing(settings)
+        drawing = Drawing(settings, torch_kernels())
         for place in range(num_tokens):
             picked = drawing.pick(place, torch.stack([self._think(s) for s in sequences]))
             for sequence, token in zip(sequences, picked.tolist(), strict=True):

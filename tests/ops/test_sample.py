@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from musespark.ops.sample import filter_logits, sample_from_uniform
+from musespark.ops.sample import sample_from_uniform
+from musespark.ops.sample_filter import filter_logits
 from musespark.ops.sample_logprobs import ranked_logprobs
 from musespark.ops.sample_penalties import penalize
 
@@ -22,27 +23,31 @@ def kept_by_definition(logits, top_k, top_p, min_p):
     return kept
 
 
-@pytest.mark.parametrize("vocab_size", [7, 300, 3000])
-@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
-def test_filters_keep_what_their_definitions_say(vocab_size, spread):
-    torch.manual_seed(vocab_size)
-    settings = [
-        (top_k, top_p, min_p)
-        for top_k in (0, 1, 3, 50, 1500)
-        for top_p in (1.0, 0.999, 0.5, 0.01)
-        for min_p in (0.0, 0.2, 1.0)
-    ]
-    logits = torch.randn(len(settings), vocab_size) * spread
-    columns = list(zip(*settings, strict=True))
-    filtered = filter_logits(
-        logits, torch.tensor(columns[0]), torch.tensor(columns[1]), torch.tensor(columns[2])
-    )
+SETTINGS = [
+    (top_k, top_p, min_p)
+    for top_k in (0, 1, 3, 50, 1500)
+    for top_p in (1.0, 0.999, 0.5, 0.01)
+    for min_p in (0.0, 0.2, 1.0)
+]
+
+
+def check_filters(logits, filtered, settings):
+    """What is kept of each row, by its (top_k, top_p, min_p)."""
     for row, (top_k, top_p, min_p) in enumerate(settings):
         kept = set(filtered[row].isfinite().nonzero()[:, 0].tolist())
         expected = kept_by_definition(logits[row], top_k, top_p, min_p)
         # Sums in float32 may shift the end of a nucleus of thousands by some tokens.
         assert len(kept ^ expected) <= 1 + len(expected) // 500, (top_k, top_p, min_p)
         assert torch.equal(filtered[row, list(kept)], logits[row, list(kept)])
+
+
+@pytest.mark.parametrize("vocab_size", [7, 300, 3000])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+def test_filters_keep_what_their_definitions_say(vocab_size, spread):
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(len(SETTINGS), vocab_size) * spread
+    columns = [torch.tensor(column) for column in zip(*SETTINGS, strict=True)]
+    check_filters(logits, filter_logits(logits, *columns), SETTINGS)
 
 
 def test_equally_likely_tokens_stay_together():

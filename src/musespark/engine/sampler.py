@@ -25,7 +25,8 @@ from musespark.engine.request import Request, TokenLogprobs
 from musespark.engine.sampling_table import Needs, SamplingTable, needs_of
 from musespark.engine.token_counts import TokenCounts
 from musespark.engine.transfers import Readback, send
-from musespark.ops.sample import filter_logits, sample_from_uniform
+from musespark.ops.kernel_set import choose_kernels
+from musespark.ops.sample import sample_from_uniform
 from musespark.ops.sample_logprobs import ranked_logprobs
 from musespark.ops.sample_penalties import penalize
 from musespark.speculative.draw import DrawSettings
@@ -93,6 +94,7 @@ class Sampler:
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._device = device
+        self._filter_logits = choose_kernels(device, torch.float32).filter_logits
         self._table = SamplingTable(max_num_seqs)
         self._counts = TokenCounts(max_num_seqs, device)
 
@@ -222,7 +224,9 @@ class Sampler:
         if (some := np.flatnonzero(rows.needs[places] & Needs.FILTER)).size:
             index = self._tensor(some)
             top_k = self._tensor(table.top_k[slots[some]])
-            filtered[index] = filter_logits(filtered[index], top_k, top_p[index], min_p[index])
+            filtered[index] = self._filter_logits(
+                filtered[index], top_k, top_p[index], min_p[index]
+            )
         return filtered
 
     def _numbers(self, rows: SamplingRows, places: np.ndarray) -> Tensor:

@@ -29,6 +29,7 @@ from musespark.ops.residual_boundary import (
 )
 from musespark.ops.rms_norm import rms_norm, rms_norm_triton
 from musespark.ops.route_topk import route, route_triton
+from musespark.ops.sample_filter import filter_logits, filter_logits_triton
 from musespark.ops.silu_mul import silu_mul, silu_mul_triton
 from musespark.ops.soft_cap import soft_cap, soft_cap_triton
 from musespark.ops.triton_import import HAS_TRITON, next_power_of_2
@@ -53,6 +54,7 @@ class KernelSet:
     expert_finalize: Callable[..., Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     soft_cap: Callable[[Tensor, float, float], Tensor]
+    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @cache
@@ -72,6 +74,7 @@ def torch_kernels() -> KernelSet:
         expert_finalize=expert_finalize,
         silu_mul=silu_mul,
         soft_cap=soft_cap,
+        filter_logits=filter_logits,
     )
 
 
@@ -92,6 +95,7 @@ def triton_kernels() -> KernelSet:
         expert_finalize=expert_finalize_triton,
         silu_mul=silu_mul_triton,
         soft_cap=soft_cap_triton,
+        filter_logits=filter_logits_triton,
     )
 
 

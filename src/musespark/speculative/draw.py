@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from musespark.ops.sample import filter_logits_roughly, sample_from_weights
+from musespark.ops.kernel_set import KernelSet
+from musespark.ops.sample import sample_from_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class DrawSettings:
 class Drawing:
     """Draws one token after the other, and keeps what they were drawn from."""
 
-    def __init__(self, settings: DrawSettings | None) -> None:
+    def __init__(self, settings: DrawSettings | None, kernels: KernelSet) -> None:
         """None: the most likely tokens."""
-        self._settings = settings
+        self._settings, self._filter_logits = settings, kernels.filter_logits
         self._drawn_from: list[Tensor] = []
 
     def pick(self, place: int, logits: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class Drawing:
         is_random = settings.temperature > 0
         scaled = logits / torch.where(is_random, settings.temperature, 1.0)[:, None]
         if settings.has_filters:
-            scaled = filter_logits_roughly(scaled, settings.top_k, settings.top_p, settings.min_p)
+            scaled = self._filter_logits(scaled, settings.top_k, settings.top_p, settings.min_p)
         probabilities = scaled.softmax(dim=-1)
         self._drawn_from.append(probabilities)
         drawn = sample_from_weights(probabilities, settings.uniform[:, place])

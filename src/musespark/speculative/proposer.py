@@ -125,7 +125,7 @@ class DraftProposer:
         settings: DrawSettings | None,
     ) -> Guess:
         """Asks the device for nothing, so that a graph can record it."""
-        drawing = Drawing(settings)
+        drawing = Drawing(settings, self._draft.kernels)
         proposal = self._draft.propose(anchor_ids, context, self._caches, num_tokens, drawing.pick)
         has_head = self._draft.config.enable_confidence_head
         distributions = drawing.distributions()

@@ -33,6 +33,7 @@ from musespark.ops.rms_norm import rms_norm_triton
 from musespark.ops.route_topk import route_topk_triton
 from musespark.ops.routed_experts import RoutedExperts
 from musespark.ops.router_gemm import router_gemm_triton
+from musespark.ops.sample_filter import filter_logits_triton
 from musespark.ops.silu_mul import silu_mul_triton
 from musespark.ops.skinny_linear import skinny_linear_triton
 from musespark.ops.soft_cap import soft_cap_triton
@@ -130,7 +131,9 @@ def compile_rows(tokens: int) -> None:
     )
     rms_norm_triton(empty(tokens, 4096), narrow, 1e-5)
     silu_mul_triton(empty(tokens, 8192))
-    soft_cap_triton(empty(2, 202048, dtype=F32), 0.5, 20.0)
+    logits, numbers = empty(2, 202048, dtype=F32), empty(2, dtype=F32)
+    soft_cap_triton(logits, 0.5, 20.0)
+    filter_logits_triton(logits, torch.zeros(2, dtype=torch.int64), numbers, numbers)
 
 
 def compile_rank_sums(tokens: int, ranks: int) -> None:

@@ -14,14 +14,17 @@ from tests.moe.nvfp4_layers import (
     relative_error,
     routed_rows,
 )
+from tests.ops.accuracy import randn
 
 from musespark.config.parallel import Parallelism
 from musespark.errors import ConfigError
+from musespark.moe.block import CompressedMoE
 from musespark.moe.experts.bf16 import GroupedExperts
 from musespark.moe.experts.build import build_experts
 from musespark.moe.experts.nvfp4 import NVFP4Experts
 from musespark.moe.experts.nvfp4_w4a4 import NVFP4W4A4Experts
 from musespark.moe.experts.part import ExpertPart
+from musespark.ops.triton_import import IS_INTERPRETED
 from musespark.parallel.layout import Layout
 from musespark.parallel.mesh import Mesh, MeshAxis
 from musespark.testing import tiny_config
@@ -170,6 +173,28 @@ def test_memory_stays_at_the_packed_size():
     for tensor in held.values():
         tensor.zero_()
     assert experts(h, routing).rows.count_nonzero() == 0
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_on_hopper_the_pooler_writes_columns_in_the_kernel_s_order(tokens, monkeypatch):
+    monkeypatch.setattr("musespark.moe.experts.nvfp4.runs_on", lambda *_: True)
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    widths = {"moe_hidden_size": 256, "moe_intermediate_size": 128}
+    layer = make_layer(num_local_experts=4, quantization_config=quantization, **widths)
+    block = CompressedMoE(layer.config, 0, dtype=torch.bfloat16, device=CPU)
+    fill(block.experts, layer.tensors)
+    for seed, name in enumerate(("gate", "pre_expert_proj", "post_expert_proj")):
+        weight = block.get_parameter(f"{name}.weight").data
+        weight.copy_(randn(*weight.shape, seed=seed, scale=0.1))
+    block.gate.e_score_correction_bias.data.zero_()
+    block.pre_expert_norm.weight.data.copy_(randn(256, seed=4, scale=0.3))
+    block.pre_expert_norm.finish_loading()
+    hidden = randn(tokens, 64, dtype=torch.bfloat16, seed=5)
+    plain = block(hidden)
+    for module in (block, block.experts):
+        module.pack()
+    assert relative_error(block(hidden).double(), plain.double()) < 1.5e-2
 
 
 def test_build_chooses_by_layer_and_backend():

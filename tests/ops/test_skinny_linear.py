@@ -6,7 +6,7 @@ from tests.ops.accuracy import BF16, F64, assert_rounded_once, randn
 from tests.ops.kernels.device import DEVICE, needs_kernels, on_gpu
 
 from musespark.ops.linear import linear
-from musespark.ops.skinny_linear import MAX_TOKENS, skinny_linear_triton, takes
+from musespark.ops.skinny_linear import MAX_TOKENS, _strip, skinny_linear_triton, takes
 
 pytestmark = needs_kernels
 
@@ -17,7 +17,8 @@ pytestmark = needs_kernels
         (0, 64, 640),
         (1, 64, 640),
         (5, 70, 1024),
-        (16, 1, 768),
+        (16, 1, 128),
+        (3, 140, 256),
         *on_gpu((1, 18432, 8192), (16, 4096, 8192), (7, 8192, 4096)),
     ],
 )
@@ -37,6 +38,14 @@ def test_linear_takes_it_where_it_pays(tokens):
     out = linear(weight.cuda())(x.cuda()).cpu()
     exact = x.to(F64) @ weight.to(F64).T
     assert_rounded_once(out, exact, x.to(F64).abs() @ weight.to(F64).abs().T)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2304, 4096, 8192, 9216, 18432, 20000])
+def test_programs_of_a_long_weight_take_equal_shares_in_one_round(num_rows):
+    rows, more = _strip(num_rows, 132)
+    programs = -(-num_rows // (rows + more))
+    assert programs <= 132
+    assert rows + more == 64 or programs > 104
 
 
 def test_leaves_other_weights_to_the_library():

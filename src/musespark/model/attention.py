@@ -78,16 +78,17 @@ class Attention(nn.Module):
         qkvg = self.qkvg_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         qkv, gate = qkvg.split((heads + 2 * kv_heads, heads), dim=1)
         if cache is None:
-            attended = self._attend_to_own(qkv, angles)
+            gated = self.kernels.output_gate(self._attend_to_own(qkv, angles), gate, self.eps)
         else:
             assert sequences is not None
             query = self.kernels.qk_norm_rope_write(
                 qkv, heads, self.eps, angles, cache.key, cache.value, sequences.slot_mapping
             )
-            attended = self.kernels.attention_paged(
-                query, cache.key, cache.value, sequences, self.scale, self.window
-            )
-        return self.o_proj(self.kernels.output_gate(attended, gate, self.eps).flatten(1))
+            gated = self.kernels.attention_paged(
+                query, cache.key, cache.value, sequences, self.scale, self.window,
+                gate=gate, gate_eps=self.eps,
+            )  # fmt: skip
+        return self.o_proj(gated.flatten(1))
 
     def _attend_to_own(self, qkv: Tensor, angles: RotaryAngles | None) -> Tensor:
         """One sequence that attends to itself."""

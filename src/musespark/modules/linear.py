@@ -54,6 +54,11 @@ class Linear(nn.Module):
             self._matmul = pack(self.weight)
             self.weight = None
 
+    def permute_rows(self, order: Tensor) -> None:
+        """Put the weight's rows, and with them the output's columns, in this order, in place."""
+        assert self.weight is not None
+        self.weight.data.copy_(self.weight.data[order])
+
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}"
 

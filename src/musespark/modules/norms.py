@@ -30,6 +30,10 @@ class RMSNorm(nn.Module):
         """Form the gain from the loaded weight."""
         self.gain.copy_(self.weight)
 
+    def permute(self, order: Tensor) -> None:
+        """Put the gain in this order, for inputs whose columns are."""
+        self.gain.copy_(self.gain[order])
+
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """[..., width] -> [..., width] in `out_dtype` (x's own if None)."""
         return self.kernels.rms_norm(

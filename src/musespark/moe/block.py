@@ -19,7 +19,7 @@ from musespark.parallel.collectives import all_reduce
 from musespark.parallel.layout import ONE_PROCESS, Layout
 from musespark.parallel.placement import HERE, Placement
 
-Runner = Callable[[Tensor, Routing], Tensor]
+Runner = MoERunner | AllToAllRunner
 
 
 class CompressedMoE(nn.Module):
@@ -67,6 +67,13 @@ class CompressedMoE(nn.Module):
         self.runs_on_cut_tokens = runs_on_cut_tokens(config, layer_index, layout)
         self._run_experts, self._run_on_cut = self._runners(layout)
 
+    def pack(self) -> None:
+        """Have the pooler write its columns in the order in which the experts read them."""
+        order = self.experts.order_inputs()
+        if order is not None:
+            self.pre_expert_proj.permute_rows(order)
+            self.pre_expert_norm.permute(order)
+
     @property
     def waits_for_device(self) -> bool:
         """Whether rows travel even where all tensor ranks hold the same tokens."""
@@ -84,6 +91,7 @@ class CompressedMoE(nn.Module):
                 hidden_states,
                 place.padding,
                 lambda x: self.pre_expert_norm(self.pre_expert_proj(x)),
+                self._run_on_cut,
             )
             return self.post_expert_proj(self._run_on_cut(pooled, routing))
         everybody = self._on_the_same_tokens(place.gather(hidden_states), place.whole.padding)
@@ -94,16 +102,23 @@ class CompressedMoE(nn.Module):
     ) -> Tensor | ColumnBlock:
         """[T, D], alike on all ranks of a group -> [T, D], or the columns of this rank."""
         routing, pooled = self._route_and_pool(
-            hidden_states, padding, lambda x: self.pre_expert_proj.normed(x, self.pre_expert_norm)
+            hidden_states,
+            padding,
+            lambda x: self.pre_expert_proj.normed(x, self.pre_expert_norm),
+            self._run_experts,
         )
         return self.post_expert_proj.columns(self._run_experts(pooled, routing))
 
     def _route_and_pool(
-        self, hidden_states: Tensor, padding: Tensor | None, pool: Callable[[Tensor], Tensor]
+        self,
+        hidden_states: Tensor,
+        padding: Tensor | None,
+        pool: Callable[[Tensor], Tensor],
+        runner: Runner,
     ) -> tuple[Routing, Tensor]:
         together = self._side_by_side if hidden_states.shape[0] <= MAX_TOKENS else in_turn
         return together(
-            lambda: self.gate(hidden_states, padding),
+            lambda: runner.plan(self.gate(hidden_states, padding)),
             lambda: pool(hidden_states),  # [T, H], normed
         )
 

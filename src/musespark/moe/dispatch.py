@@ -52,6 +52,10 @@ class AllToAllRunner:
         assert finalizer.row_reduce is None
         self._experts, self._finalizer, self._axis = experts, finalizer, axis
 
+    def plan(self, routing: Routing) -> Routing:
+        """Nothing is worked out ahead: which rows come is not known yet."""
+        return routing
+
     def __call__(self, hidden_states: Tensor, routing: Routing) -> Tensor:
         """Pooled, normed activations [T, H] of this rank's tokens -> [T, H], complete.
 

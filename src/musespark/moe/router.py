@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from musespark.config.model import DecoderConfig
 from musespark.ops.kernel_set import choose_kernels
+from musespark.ops.nvfp4_hopper import WorkList
 from musespark.ops.precision import wide_dtype
 
 
@@ -19,6 +20,8 @@ class Routing:
     """[T, K] float32; 0 on padding rows."""
     ids: Tensor
     """[T, K] int64 expert ids, in descending order of the biased score; -1 on padding rows."""
+    work: WorkList | None = None
+    """What the experts worked out from the ids ahead of time, good for one call; None: nothing."""
 
 
 class Router(nn.Module):

@@ -43,6 +43,10 @@ class MoERunner:
         """
         self._experts, self._finalizer, self._combine = experts, finalizer, combine
 
+    def plan(self, routing: Routing) -> Routing:
+        """The same routing, with what the experts work out from it alone."""
+        return self._experts.plan(routing)
+
     def prepare(self, hidden_states: Tensor, routing: Routing) -> PreparedInputs:
         """Bring pooled, normed activations [T, H] into the experts' form."""
         return PreparedInputs(self._experts.prepare(hidden_states), routing)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from musespark.ops.attention_prefill import LOG2_E, attend_to_keys, attention_prefill_reference
+from musespark.ops.output_gate import norm_and_gate
 from musespark.ops.triton_import import (
     dot_in_float32,
     launch_early,
@@ -116,10 +117,13 @@ def _decode_kernel(
     out_ptr,
     part_out_ptr,
     part_sums_ptr,
+    gate_ptr,
     query_stride,
+    gate_stride,
     table_stride,
     log2_scale,
     window,
+    gate_eps,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -130,7 +134,10 @@ def _decode_kernel(
     BLOCK_S: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
-    """One sequence (axis 0), one key-value head (axis 1), one part of the keys (axis 2)."""
+    """One sequence (axis 0), one key-value head (axis 1), one part of the keys (axis 2).
+
+    With a gate, heads are normed and gated where they are whole: here, or by the kernel below.
+    """
     wait_for_inputs()
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -169,6 +176,9 @@ def _decode_kernel(
     place = sequence * (KV_HEADS * GROUP) + head
     if SPLITS == 1:
         out = out / tl.where(total > 0, total, 1.0)[:, None]
+        if gate_ptr is not None:
+            gates = gate_ptr + sequence * gate_stride + head[:, None] * HEAD_DIM + d[None, :]
+            out = norm_and_gate(out, tl.load(gates, inside, other=0.0), gate_eps)
         out = round_to(out, out_ptr.dtype.element_ty)
         tl.store(out_ptr + place[:, None] * HEAD_DIM + d[None, :], out, inside)
     else:
@@ -183,7 +193,11 @@ def _combine_kernel(
     part_out_ptr,
     part_sums_ptr,
     out_ptr,
+    gate_ptr,
     num_heads,
+    gate_stride,
+    gate_eps,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -210,6 +224,10 @@ def _combine_kernel(
     total = tl.sum(factors * sums, axis=1)
     out = tl.sum(factors[:, :, None] * outs, axis=1)
     out = out / tl.where(total > 0, total, 1.0)[:, None]
+    if gate_ptr is not None:
+        gates = gate_ptr + (head // HEADS) * gate_stride + head % HEADS * HEAD_DIM
+        gate = tl.load(gates[:, None] + d[None, :], inside[:, None] & (d >= 0)[None, :], other=0.0)
+        out = norm_and_gate(out, gate, gate_eps)
     tl.store(
         out_ptr + head[:, None] * HEAD_DIM + d[None, :],
         round_to(out, out_ptr.dtype.element_ty),
@@ -227,6 +245,8 @@ def attention_decode_triton(
     scale: float,
     window: int | None = None,
     *,
+    gate: Tensor | None = None,
+    gate_eps: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of each sequence's newest token, split over its keys.
@@ -241,6 +261,8 @@ def attention_decode_triton(
             gets zeros.
         scale: multiplies the scores before the softmax.
         window: keys a query sees, its own included; None: all.
+        gate: [B, heads, head_dim] or None; norms and gates the result, as `output_gate` does.
+        gate_eps: of that norm.
         out: [B, heads, head_dim] to write to.
 
     Returns:
@@ -257,6 +279,7 @@ def attention_decode_triton(
     assert block_table.stride(1) == 1
     assert out.is_contiguous()
     group = num_heads // num_kv_heads
+    gate_stride = 0 if gate is None else gate.stride(0)
     splits = _num_splits(num_sequences * num_kv_heads, num_multiprocessors(query.device))
     part_out = part_sums = None
     if splits > 1:
@@ -273,10 +296,13 @@ def attention_decode_triton(
         out,
         part_out,
         part_sums,
+        gate,
         query.stride(0),
+        gate_stride,
         block_table.stride(0),
         scale * LOG2_E,
         0 if window is None else window,
+        gate_eps,
         KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -297,7 +323,11 @@ def attention_decode_triton(
             part_out,
             part_sums,
             out,
+            gate,
             total_heads,
+            gate_stride,
+            gate_eps,
+            HEADS=num_heads,
             HEAD_DIM=head_dim,
             SPLITS=splits,
             BLOCK_H=block_h,

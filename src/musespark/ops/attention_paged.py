@@ -16,6 +16,7 @@ from musespark.ops.attention_decode import (
     gather_blocks,
 )
 from musespark.ops.attention_prefill import attention_prefill, attention_prefill_triton
+from musespark.ops.output_gate import output_gate, output_gate_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,9 @@ def attention_paged(
     sequences: PagedSequences,
     scale: float,
     window: int | None = None,
+    *,
+    gate: Tensor | None = None,
+    gate_eps: float = 0.0,
 ) -> Tensor:
     """Attention of the step's tokens; decoding sequences in one call, then each other in its own.
 
@@ -85,6 +89,9 @@ def attention_paged(
         sequences: whose tokens these are.
         scale: multiplies the scores before the softmax.
         window: keys a query sees, its own included; None: all up to its own.
+        gate: [T, heads, head_dim] of `output_gate`, through which the result goes; None: it does
+            not.
+        gate_eps: for that.
 
     Returns:
         [T, heads, head_dim] in query's dtype.
@@ -109,7 +116,8 @@ def attention_paged(
         key = gather_blocks(key_cache, blocks)[:num_keys].to(query.dtype)
         value = gather_blocks(value_cache, blocks)[:num_keys].to(query.dtype)
         outputs.append(attention_prefill(query[start:stop], key, value, scale, window))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out if gate is None else output_gate(out, gate, gate_eps)
 
 
 def attention_paged_triton(
@@ -119,6 +127,9 @@ def attention_paged_triton(
     sequences: PagedSequences,
     scale: float,
     window: int | None = None,
+    *,
+    gate: Tensor | None = None,
+    gate_eps: float = 0.0,
 ) -> Tensor:
     """`attention_paged` in a fixed number of launches, whatever the sequences' lengths."""
     on_device = sequences.on_device
@@ -135,6 +146,8 @@ def attention_paged_triton(
             on_device.seq_lens[:decodes],
             scale,
             window,
+            gate=None if gate is None else gate[:decodes],
+            gate_eps=gate_eps,
             out=out[:decodes],
         )
     if query.shape[0] > decodes:
@@ -151,4 +164,6 @@ def attention_paged_triton(
             first_sequence=decodes,
             out=out,
         )
+        if gate is not None:
+            output_gate_triton(out[decodes:], gate[decodes:], gate_eps, out=out[decodes:])
     return out

@@ -45,6 +45,13 @@ def output_gate(attention_output: Tensor, gate: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
+def norm_and_gate(x, gate, eps):
+    """The formula above, of heads x [N, head_dim] in float32, not rounded."""
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / x.shape[1] + eps)[:, None]
+    return normed * tl.sigmoid(gate.to(tl.float32))
+
+
+@triton.jit
 def _output_gate_kernel(
     attention_ptr,
     gate_ptr,
@@ -64,17 +71,17 @@ def _output_gate_kernel(
     inside = place < num_heads * HEAD_DIM
     x = tl.load(attention_ptr + token * attention_stride + place, inside, other=0.0)
     gate = tl.load(gate_ptr + token * gate_stride + place, inside, other=0.0)
-    x = x.to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-    out = normed * tl.sigmoid(gate.to(tl.float32))
-    out = round_to(out, out_ptr.dtype.element_ty)
+    out = round_to(norm_and_gate(x.to(tl.float32), gate, eps), out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * num_heads * HEAD_DIM + place, out, inside)
 
 
-def output_gate_triton(attention_output: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """`output_gate` as one kernel; head_dim must be a power of two."""
+def output_gate_triton(
+    attention_output: Tensor, gate: Tensor, eps: float, *, out: Tensor | None = None
+) -> Tensor:
+    """`output_gate` as one kernel; head_dim must be a power of two; `out` may be the input."""
     num_tokens, num_heads, head_dim = attention_output.shape
-    out = attention_output.new_empty(attention_output.shape)
+    if out is None:
+        out = attention_output.new_empty(attention_output.shape)
     if not num_tokens:
         return out
     assert head_dim == next_power_of_2(head_dim)

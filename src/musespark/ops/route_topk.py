@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from musespark.ops.router_gemm import router_gemm, router_gemm_triton
-from musespark.ops.triton_import import next_power_of_2, tl, triton
+from musespark.ops.triton_import import (
+    launch_early,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 # In no config file; fixed by the released model's implementation.
 DIVISION_EPS = 1e-15
@@ -95,6 +101,8 @@ def _route_kernel(
     expert = tl.arange(0, BLOCK_E)
     inside = expert < num_experts
     part = tl.arange(0, BLOCK_P)[:, None]
+    bias = tl.load(bias_ptr + expert, inside, other=0.0)
+    wait_for_inputs()
     place = (part * num_tokens + token).to(tl.int64) * num_experts + expert[None, :]
     logits = tl.sum(tl.load(parts_ptr + place, (part < PARTS) & inside[None, :], other=0.0), axis=0)
     if SIGMOID:
@@ -103,7 +111,7 @@ def _route_kernel(
         logits = tl.where(inside, logits, -float("inf"))
         scores = tl.exp(logits - tl.max(logits))
         scores /= tl.sum(scores)
-    biased = scores + tl.load(bias_ptr + expert, inside, other=0.0)
+    biased = scores + bias
     bits = biased.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     LOWEST: tl.constexpr = -(2**62)
@@ -164,6 +172,7 @@ def route_topk_triton(
             BLOCK_K=next_power_of_2(top_k),
             BLOCK_E=next_power_of_2(num_experts),
             num_warps=4 if parts > 4 else 1,
+            **launch_early(device, num_tokens),
         )
     return weights, ids
 

@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from musespark.ops.triton_import import dot_in_float32, round_to, tl, triton
+from musespark.ops.triton_import import (
+    dot_in_float32,
+    launch_early,
+    round_to,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 _BLOCK_E = 64
 
@@ -42,6 +49,7 @@ def _router_gemm_kernel(
     IN_FLOAT32: tl.constexpr,
 ):
     """A tile of experts (axis 0) by tokens (axis 1), over one part of the sum (axis 2)."""
+    wait_for_inputs()
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(2)
@@ -104,6 +112,7 @@ def router_gemm_triton(x: Tensor, weight: Tensor) -> Tensor:
         IN_FLOAT32=dot_in_float32(x.dtype),
         num_warps=4,
         num_stages=3,
+        **launch_early(x.device, num_tokens),
     )
     return out
 

@@ -65,12 +65,13 @@ def round_to(x, dtype: tl.constexpr):
 def wait_for_inputs():
     """In a kernel that is launched early: until everything launched before it has finished.
 
-    Nothing that another kernel writes may be read, and nothing may be written, before. From here on
-    the next kernel may start, too, and wait here in its turn.
+    Nothing that another kernel writes may be read, and nothing may be written, before. The next
+    kernel may start, too, and wait here in its turn: so a whole chain of small kernels is in place
+    before its first inputs are there.
     """
     if not _INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def launch_early(device: torch.device, num_tokens: int) -> dict[str, bool]:

@@ -25,6 +25,7 @@ from musespark.ops import (
     expert_finalize,
     rank_sums,
     residual_boundary,
+    skinny_linear,
 )
 from musespark.ops.expert_permute import group_by_expert_triton
 from musespark.ops.output_gate import output_gate_triton
@@ -35,7 +36,6 @@ from musespark.ops.routed_experts import RoutedExperts
 from musespark.ops.router_gemm import router_gemm_triton
 from musespark.ops.sample_filter import filter_logits_triton
 from musespark.ops.silu_mul import silu_mul_triton
-from musespark.ops.skinny_linear import skinny_linear_triton
 from musespark.ops.soft_cap import soft_cap_triton
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -164,7 +164,7 @@ def compile_routing(tokens: int) -> None:
 
 def compile_products() -> None:
     for rows, width in ((18432, 8192), (8192, 4096)):
-        skinny_linear_triton(empty(16, width), empty(rows, width))
+        skinny_linear.skinny_linear_triton(empty(16, width), empty(rows, width))
     ids = torch.zeros((4, 2), dtype=torch.int64)
     for dtype in (BF16, F32):
         RoutedExperts(empty(4, 192, 128, dtype=dtype), empty(4, 128, 96, dtype=dtype))(
@@ -185,9 +185,9 @@ def compile_heads(head_dim: int, cache_dtype: torch.dtype) -> None:
     output_gate_triton(qkvg[:, :128], qkvg[:, 160:], 1e-5)
     table, starts = torch.zeros((16, 8), dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
     for window in (None, 2048):
-        query = qkvg[:, :128]
+        query, gate = qkvg[:, :128], qkvg[:, 160:]
         attention_decode.attention_decode_triton(
-            query, cache, cache, table, starts[:16], starts[:16], 0.1, window
+            query, cache, cache, table, starts[:16], starts[:16], 0.1, window, gate=gate
         )
         attention_prefill.attention_prefill_triton(
             query, cache, cache, table, starts, starts[:16], starts[:16], 0.1, window
@@ -200,7 +200,13 @@ def hopper() -> GPUTarget:
 
 
 def main() -> None:
-    for module in (attention_decode, expert_finalize, rank_sums, residual_boundary):
+    for module in (
+        attention_decode,
+        expert_finalize,
+        rank_sums,
+        residual_boundary,
+        skinny_linear,
+    ):
         vars(module)["num_multiprocessors"] = lambda _device: 132
     vars(hopper)["__triton_builtin__"] = True  # the compiler calls it
     vars(target_info)["current_target"] = hopper

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.ops.accuracy import BF16, F32, assert_within
+from tests.ops.accuracy import BF16, F32, F64, assert_within
 from tests.ops.kernels.device import DEVICE, needs_kernels, on_device, on_gpu
 from tests.ops.test_attention import HEAD_DIM, SCALE, exact_prefill, exact_row, heads, paged
 
@@ -13,6 +13,7 @@ from musespark.ops.attention_paged import (
     attention_paged,
     attention_paged_triton,
 )
+from musespark.ops.output_gate import output_gate_reference
 
 pytestmark = needs_kernels
 
@@ -91,6 +92,24 @@ def test_long_prompts_have_steps_without_a_mask(window):
 @pytest.mark.parametrize("window", [None, 5])
 def test_mixed_batches(window):
     check([1, 1, 9, 2, 5], [4, 19, 9, 33, 6], [0] * 5, window=window)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("new", [[1, 1], [1, 3], [4, 2]])
+def test_the_output_gate_is_applied_on_the_way(new, splits, monkeypatch):
+    monkeypatch.setattr("musespark.ops.attention_decode._num_splits", lambda *_: splits)
+    seq_lens = [6, 300]
+    contents, cache, table = paged(seq_lens, [0, 0], 4, 2, F32)
+    fused = heads(sum(new), 8, F32, 7)  # queries and gates side by side
+    query, gate = fused[:, :4], 3 * fused[:, 4:]
+    sequences = sequences_of(table, new, seq_lens, [0, 0])
+    arguments = on_device(query, *cache, sequences, SCALE)
+    actual = attention_paged_triton(*arguments, gate=gate.to(DEVICE), gate_eps=1e-5).cpu()
+    for row, (key, value) in enumerate(contents):
+        rows = slice(sequences.query_start[row], sequences.query_start[row + 1])
+        attended, _ = exact_prefill(query[rows], key, value, SCALE, None)
+        exact = output_gate_reference(attended, gate[rows].to(F64), 1e-5)
+        assert_within(actual[rows], exact, 2e-5)
 
 
 def test_many_parts_equal_one(monkeypatch):

@@ -66,8 +66,11 @@ def test_kernels_that_are_launched_early_wait_for_their_inputs(kernels):
         "_combine_kernel",
         "_decode_kernel",
         "_finalize_kernel",
+        "_list_kernel",
         "_output_gate_kernel",
         "_qk_norm_rope_write_kernel",
         "_rms_norm_kernel",
+        "_route_kernel",
+        "_router_gemm_kernel",
         "_skinny_kernel",
     }

@@ -67,6 +67,10 @@ class Experts(Protocol):
         """Run the experts on the tokens that are routed to them."""
         ...
 
+    def plan(self, routing: Routing) -> Routing:
+        """The same routing, with what the experts can work out from it ahead of time."""
+        ...
+
     def prepare(self, hidden_states: Tensor) -> Activations:
         """[T, H] in the form the first GEMM reads; a caller may do this ahead of time."""
         ...

@@ -74,6 +74,10 @@ class GroupedExperts(nn.Module):
             yield from gate_up_slots(f"{prefix}gate_up_proj", self.gate_up_proj, self.part)
             yield down_slot(f"{prefix}down_proj", self.down_proj, self.part)
 
+    def order_inputs(self) -> Tensor | None:
+        """Columns are wanted as they are."""
+        return None
+
     def pack(self) -> None:
         """Move the weights to the machine's fastest layout; their plain form is given up."""
         if self.keeps_plain_weights or self._are_small:
@@ -102,6 +106,10 @@ class GroupedExperts(nn.Module):
     def waits_for_device(self) -> bool:
         """Whether the host must know how many rows each expert has."""
         return self._on_gpu is None
+
+    def plan(self, routing: Routing) -> Routing:
+        """Nothing is worked out ahead."""
+        return routing
 
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""

@@ -10,6 +10,7 @@ moves to its input, in float32, before the one rounding that happens there anywa
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from musespark.ops import routed_experts
 from musespark.ops.expert_permute import group_by_expert
 from musespark.ops.nvfp4 import GROUP_SIZE
 from musespark.ops.nvfp4_grouped_gemm import nvfp4_grouped_gemm, pack_nvfp4_grouped_gemm
-from musespark.ops.nvfp4_hopper import HopperNVFP4Experts, runs_on
+from musespark.ops.nvfp4_hopper import HopperNVFP4Experts, permuted_columns, runs_on
 from musespark.ops.precision import wide_dtype
 from musespark.ops.routed_experts import RoutedExperts
 from musespark.ops.scaled_silu_mul import scaled_silu_mul
@@ -94,6 +95,7 @@ class NVFP4Experts(nn.Module):
             width, config.post_norm_eps, dtype=dtype, device=device
         )
         self._on_gpu: HopperNVFP4Experts | RoutedExperts | None = None
+        self._input_is_permuted = False
         self._gate_up = nvfp4_grouped_gemm(self.gate_up_proj, self.gate_up_proj_weight_scale)
         self._down = nvfp4_grouped_gemm(self.down_proj, self.down_proj_weight_scale)
 
@@ -132,6 +134,21 @@ class NVFP4Experts(nn.Module):
         self._gate_scale = gate.contiguous()  # [E]
         self._up_scale = up * self.down_proj_weight_scale_2  # [E]
 
+    def order_inputs(self) -> Tensor | None:
+        """[H], the column at each place of the inputs wanted from now on; None: as before."""
+        if self.keeps_plain_weights or not self._suits_hopper():
+            return None
+        assert self.down_proj is not None
+        self._input_is_permuted = True
+        return permuted_columns(self.down_proj.shape[1], self.down_proj.device)
+
+    def _suits_hopper(self) -> bool:
+        """Whether `pack` will take, or would, the kernel for Hopper GPUs."""
+        down = self.down_proj
+        if down is None or not self.takes_plain_activations or self.dtype != torch.bfloat16:
+            return False
+        return runs_on(down.device, down.shape[1], self.part.inner_size)
+
     def pack(self) -> None:
         """Rearrange the weights in place for fast look-ups; their plain form is given up."""
         if self.keeps_plain_weights:
@@ -156,7 +173,7 @@ class NVFP4Experts(nn.Module):
             return False
         device = gate_up.device
         factors = self.gate_up_proj_weight_scale_2.data, self.down_proj_weight_scale_2.data
-        if self.dtype == torch.bfloat16 and runs_on(device, down.shape[1], self.part.inner_size):
+        if self._suits_hopper():
             self._on_gpu = HopperNVFP4Experts(
                 gate_up.data, scales.data, factors[0], down.data, down_scales.data, factors[1]
             )
@@ -175,6 +192,13 @@ class NVFP4Experts(nn.Module):
         """Whether the host must know how many rows each expert has."""
         return self._on_gpu is None
 
+    def plan(self, routing: Routing) -> Routing:
+        """The same routing; the kernels' list of work is made ahead."""
+        if not isinstance(self._on_gpu, HopperNVFP4Experts) or not self._input_is_permuted:
+            return routing
+        first_expert = self.part.first_expert or 0
+        return replace(routing, work=self._on_gpu.list_work(routing.ids, first_expert=first_expert))
+
     def prepare(self, hidden_states: Tensor) -> Activations:
         """Activations are multiplied as they are."""
         return hidden_states
@@ -184,7 +208,16 @@ class NVFP4Experts(nn.Module):
         assert isinstance(activations, Tensor)
         if self._on_gpu is not None:
             first_expert = self.part.first_expert or 0
-            rows, index = self._on_gpu(activations, routing.ids, first_expert=first_expert)
+            if isinstance(self._on_gpu, HopperNVFP4Experts):
+                rows, index = self._on_gpu(
+                    activations,
+                    routing.ids,
+                    first_expert=first_expert,
+                    is_permuted=self._input_is_permuted,
+                    work=routing.work,
+                )
+            else:
+                rows, index = self._on_gpu(activations, routing.ids, first_expert=first_expert)
             return ExpertOutput(rows, routing.weights, index, route_major=True)
         groups = group_by_expert(routing.ids, self.part.num_experts_here, self.part.first_expert)
         group_ends = groups.group_ends.tolist()

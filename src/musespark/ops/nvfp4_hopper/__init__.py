@@ -2,5 +2,6 @@
 
 from musespark.ops.nvfp4_hopper.experts import HopperNVFP4Experts, Tiling, runs_on
 from musespark.ops.nvfp4_hopper.layout import permuted_columns
+from musespark.ops.nvfp4_hopper.work_list import WorkList
 
-__all__ = ["HopperNVFP4Experts", "Tiling", "permuted_columns", "runs_on"]
+__all__ = ["HopperNVFP4Experts", "Tiling", "WorkList", "permuted_columns", "runs_on"]

@@ -13,7 +13,7 @@ from musespark.ops.nvfp4_hopper.layout import (
     gate_up_rows,
     pack_in_place,
 )
-from musespark.ops.nvfp4_hopper.work_list import build_work_list
+from musespark.ops.nvfp4_hopper.work_list import WorkList, build_work_list
 from musespark.ops.triton_import import HAS_TRITON, IS_INTERPRETED
 
 
@@ -95,6 +95,13 @@ class HopperNVFP4Experts:
         self._gate_up_factors = (gate_up_global.to(torch.float32) * LEFTOVER).contiguous()
         self._down_factors = (down_global.to(torch.float32) * LEFTOVER).contiguous()
 
+    def list_work(self, ids: Tensor, *, first_expert: int = 0) -> WorkList:
+        """What a call on these ids [T, K] works off: it needs no activations yet."""
+        tiling = choose_tiling(ids.numel(), self.num_experts)
+        return build_work_list(
+            ids.contiguous(), self.num_experts, tiling.capacity, first_expert=first_expert
+        )
+
     def __call__(
         self,
         x: Tensor,
@@ -102,6 +109,7 @@ class HopperNVFP4Experts:
         *,
         first_expert: int = 0,
         is_permuted: bool = False,
+        work: WorkList | None = None,
         tiling: Tiling | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Multiply every route that has an expert here; no host synchronization.
@@ -111,19 +119,23 @@ class HopperNVFP4Experts:
             ids: [T, K] int64 expert of each route.
             first_expert: the id of the first expert here; routes to others, and -1, are left out.
             is_permuted: whether x's columns are in the layout's order already.
+            work: what `list_work` made of these ids and `first_expert`, for this call alone; the
+                columns are in the layout's order then. None: it is made here.
             tiling: instead of the one that suits the number of routes.
 
         Returns:
             (rows [T * K, H] bfloat16 in the order of the routes, undefined where a route was left
             out; its own number of each route [T, K], -1 where it was left out).
         """
+        assert work is None or (is_permuted and tiling is None)
         tiling = tiling or choose_tiling(ids.numel(), self.num_experts)
         x, ids = x.contiguous(), ids.contiguous()
         permuted = x if is_permuted else torch.empty_like(x)
-        work = build_work_list(
-            ids, self.num_experts, tiling.capacity, first_expert=first_expert,
-            permute=None if is_permuted else x, permuted=permuted,
-        )  # fmt: skip
+        if work is None:
+            work = build_work_list(
+                ids, self.num_experts, tiling.capacity, first_expert=first_expert,
+                permute=None if is_permuted else x, permuted=permuted,
+            )  # fmt: skip
         num_routes = ids.numel()
         hidden = x.new_empty((num_routes, self.inner))
         rows = x.new_empty((num_routes, self.width))

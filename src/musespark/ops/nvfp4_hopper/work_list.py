@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from musespark.ops.triton_import import next_power_of_2, tl, triton
+from musespark.ops.triton_import import (
+    launch_early,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 # A tile's record, in int32 words.
 _RECORD = tl.constexpr(8)
@@ -85,18 +91,19 @@ def build_work_list(
         source, target = permute.view(torch.int32), permuted.view(torch.int32)
         num_pairs = source.numel()
     permuting = -(-num_pairs // _PERMUTED_PAIRS)
+    early = launch_early(device, ids.shape[0])
     counts = None
     if num_chunks > 1:
         counts = ints(num_chunks, experts_padded)
         _count_kernel[(num_chunks + permuting,)](
             ids, counts, num_routes, num_chunks, first_expert, num_experts,
-            source, target, num_pairs, experts_padded, chunk, num_warps=4,
+            source, target, num_pairs, experts_padded, chunk, num_warps=4, **early,
         )  # fmt: skip
         source, target, permuting = None, None, 0
     _list_kernel[(num_chunks + permuting,)](
         ids, counts, work.order, work.tiles, work.num_tiles, work.route_index,
         num_routes, num_chunks, first_expert, num_experts, source, target, num_pairs,
-        experts_padded, chunk, capacity, num_warps=8,
+        experts_padded, chunk, capacity, num_warps=8, **early,
     )  # fmt: skip
     return work
 
@@ -125,6 +132,7 @@ def _count_kernel(
     source, target, num_pairs, E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """counts [num_chunks, E]: the routes of each chunk to each expert; one program a chunk."""
+    wait_for_inputs()
     chunk = tl.program_id(0)
     if chunk < num_chunks:
         routes = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -141,6 +149,7 @@ def _list_kernel(
     E: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Place each route; the first program also cuts the tiles. One program a chunk."""
+    wait_for_inputs()
     chunk = tl.program_id(0)
     if chunk < num_chunks:
         slot = tl.arange(0, CHUNK)

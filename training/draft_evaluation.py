@@ -96,7 +96,7 @@ def _propose_everywhere(
         draft.config, decoder.config, spec, dtype=draft.dtype, device=draft.device
     )
     positions = torch.arange(len(ids))
-    draft.inject(taps, positions, positions, positions, caches)
+    draft.inject(draft.features(taps), positions, positions, positions, caches)
     table = torch.arange(blocks)[None]
     proposals: list[list[int]] = []
     for anchors in positions[first:].split(AT_ONCE):

@@ -47,20 +47,22 @@ class FakeDraft:
         self.num_proposed: list[int] = []
         """Sequences of each call."""
 
+    def features(self, taps: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(taps), dim=-1)
+
     def inject(
         self,
-        taps: Sequence[Tensor],
+        features: Tensor,
         positions: Tensor,
         full_slots: Tensor | None,
         sliding_slots: Tensor | None,
     ) -> None:
-        (tokens,) = taps
-        assert tokens.shape == (len(positions), 1)
+        assert features.shape == (len(positions), 1)
         for slots, cache in ((full_slots, self._full), (sliding_slots, self._sliding)):
             assert (slots is None) == (not cache.size)
             if slots is not None:
                 assert len(slots) == len(positions)
-                cache[slots.numpy()] = tokens[:, 0].long().numpy()
+                cache[slots.numpy()] = features[:, 0].long().numpy()
 
     def propose(
         self,

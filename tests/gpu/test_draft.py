@@ -35,7 +35,8 @@ def loaded(folder, device, dtype):
         positions = torch.arange(length)
         taps = [torch.randn(length, TARGET.hidden_size, generator=generator) for _ in range(2)]
         slots = (positions + row * 40).to(device)
-        draft.inject([tap.to(device) for tap in taps], positions.to(device), slots, slots, caches)
+        features = draft.features([tap.to(device) for tap in taps])
+        draft.inject(features, positions.to(device), slots, slots, caches)
     return draft, caches
 
 

@@ -139,7 +139,8 @@ def inject(draft, taps, caches, chunk):
         for start in range(0, length, chunk):
             positions = torch.arange(start, min(start + chunk, length))
             full, sliding = slots(FULL[row], positions), slots(SLIDING[row], positions)
-            draft.inject([s[positions] for s in streams], positions, full, sliding, caches)
+            features = draft.features([s[positions] for s in streams])
+            draft.inject(features, positions, full, sliding, caches)
 
 
 def context_of(rows=slice(None), first_block=0, late=0):

@@ -34,7 +34,7 @@ def proposal(folder, num_tokens):
     positions = torch.arange(9)
     taps = [torch.randn(9, TARGET.hidden_size, generator=generator).to(DEVICE) for _ in range(2)]
     slots = positions.to(DEVICE)
-    draft.inject(taps, slots, slots, slots, caches)
+    draft.inject(draft.features(taps), slots, slots, slots, caches)
     lens = torch.tensor([9, 4], device=DEVICE)
     paged = PagedContext(torch.arange(3, device=DEVICE).expand(2, -1), torch.zeros_like(lens))
     context = DraftContext(lens, full=paged, sliding=paged)

@@ -64,7 +64,7 @@ def test_every_block_proposes_what_the_engine_proposes(draft, tmp_path):
         )
         positions = torch.arange(length)
         streams = taps[number, :length].split(SPARK_MINI.hidden_size, dim=-1)
-        engine.inject(streams, positions, positions, None, caches)
+        engine.inject(engine.features(streams), positions, positions, None, caches)
         paged = PagedContext(torch.arange(16)[None], torch.tensor([0]))
         context = DraftContext(torch.tensor([length]), full=paged, sliding=None)
         following = tokens[number, place, 1:].tolist()

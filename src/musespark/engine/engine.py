@@ -267,6 +267,8 @@ class Engine:
         # Only now is it known that a GPU has finished: the sampled tokens are here.
         self._model_seconds += time.perf_counter() - started
         if not is_foreseen:
+            if self._speculation is not None:
+                self._speculation.before_commit(schedule)
             self._foresee(schedule, sampling)
         results = self._settle_all(sampling, sampled)
         if self._speculation is not None:

@@ -115,10 +115,12 @@ class KVBlocks:
         request.num_blocks = kept
 
     def commit(self, request: Request) -> None:
-        """After a step: name blocks that are full now, let go of those behind the window."""
+        """After a step: name blocks that are full now and wait for nothing, let go of those behind
+        the window."""
         computed, layout = request.num_computed_tokens, self.layout
-        if computed // layout.block_size > request.num_named_blocks:
-            self._name_full_blocks(request)
+        num_ready = (computed - request.num_waiting_tokens) // layout.block_size
+        if num_ready > request.num_named_blocks:
+            self._name_blocks(request, num_ready)
         first_visible = computed - layout.sliding_window + 1
         if first_visible >= (request.first_sliding_block + 1) * layout.block_size:
             self._release_behind_window(request)
@@ -129,7 +131,7 @@ class KVBlocks:
         self.sliding_pool.release(reversed(request.sliding_blocks))
         request.full_blocks, request.sliding_blocks = [], []
         request.first_sliding_block = request.num_blocks = request.num_named_blocks = 0
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_waiting_tokens = 0
 
     def forget_prefixes(self) -> None:
         """Drop all cached content that no request holds."""
@@ -142,9 +144,10 @@ class KVBlocks:
         self.full_pool.check_integrity(b for r in requests for b in r.full_blocks)
         self.sliding_pool.check_integrity(b for r in requests for b in r.sliding_blocks)
 
-    def _name_full_blocks(self, request: Request) -> None:
+    def _name_blocks(self, request: Request, stop: int) -> None:
+        """Tell the prefix cache what is in the blocks before number `stop`."""
         size = self.layout.block_size
-        start, stop = request.num_named_blocks, request.num_computed_tokens // size
+        start = request.num_named_blocks
         request.num_named_blocks = stop
         if self._prefixes is None:
             return

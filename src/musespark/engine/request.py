@@ -86,6 +86,9 @@ class Request:
     """Number of the first block that it does not hold yet."""
     num_named_blocks: int = 0
     """Number of the first block whose content the prefix cache has not been told."""
+    num_waiting_tokens: int = 0
+    """Of its computed tokens, the last ones, which the draft will take in later. A block with such
+    tokens has no name yet: whoever found it would find it unfinished."""
     block_keys: list[bytes] = field(default_factory=list)
     """The prefix cache's names of its blocks, as far as they are known."""
     num_cached_tokens: int | None = None

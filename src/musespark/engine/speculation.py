@@ -1,7 +1,8 @@
 """Speculative decoding in the engine: who guesses, when, and how many guesses a step verifies.
 
 After each step the draft takes in the tokens that stand, or lets them wait for a few steps while
-nothing is guessed, and guesses what follows in the sequences that decode. The next step verifies as
+nothing is guessed, and guesses what follows in the sequences that decode. A block whose tokens wait
+has no name in the prefix cache yet, so that what waits can be dropped when its request ends. The next step verifies as
 many of the guesses as pay (speculative/budget.py); those that are left over are forgotten. Guesses
 that turn out wrong leave nothing behind: the target's keys and values of their rows lie behind the
 sequence's end, where the next rows overwrite them, and the draft never takes them in.
@@ -45,9 +46,9 @@ class SpeculationSettings:
     """How guesses drawn at random are verified for requests without a seed."""
 
 
-# Steps without guesses whose rows may wait for the draft. Taken in together they cost little more
+# Steps of one token per sequence whose rows the draft takes in together. That costs little more
 # than one of them; and none has left the window of a sliding layer by then.
-_MOST_WAITING = 16
+_STEPS_AT_ONCE = 16
 
 
 class StepPart(NamedTuple):
@@ -65,8 +66,8 @@ class StepPart(NamedTuple):
 class _Rows:
     """Rows of a step that stand, and whose they are."""
 
-    taps: list[Tensor]
-    """[T, D] each."""
+    features: Tensor
+    """[T, W] what the draft reads of them."""
     positions: Tensor
     """[T]."""
     slots: tuple[Tensor | None, Tensor | None]
@@ -90,16 +91,13 @@ class _Rows:
             for _ in range(count)
         ]
         index = torch.tensor(mask, dtype=torch.bool).nonzero()[:, 0].to(self.positions.device)
-        return self.take(index, [])
+        return self.take(index)
 
-    def take(self, index: Tensor, owners: list[tuple[Request, int, int]]) -> "_Rows":
+    def take(self, index: Tensor) -> "_Rows":
+        """Some of the rows, whose owners then no longer count."""
         full, sliding = (None if s is None else s.index_select(0, index) for s in self.slots)
-        return _Rows(
-            [tap.index_select(0, index) for tap in self.taps],
-            self.positions.index_select(0, index),
-            (full, sliding),
-            owners,
-        )
+        features = self.features.index_select(0, index)
+        return _Rows(features, self.positions.index_select(0, index), (full, sliding), self.owners)
 
 
 class Speculation:
@@ -119,6 +117,7 @@ class Speculation:
         self._draft_seconds = self._saved_seconds = 0.0
         # What the draft has still to take in, step by step.
         self._waiting: list[_Rows] = []
+        self._may_wait = False
 
     def choose_widths(
         self, requests: Sequence[Request], num_sequences: int, num_tokens: int
@@ -181,27 +180,30 @@ class Speculation:
             saved_seconds=self._saved_seconds,
         )
 
+    def before_commit(self, schedule: Sequence[ScheduledRequest]) -> None:
+        """Before a step is committed: say of its requests how many of their tokens will wait."""
+        is_plain = all(item.num_new_tokens == 1 for item in schedule)
+        self._may_wait = is_plain and len(self._waiting) + 1 < _STEPS_AT_ONCE
+        for item in schedule:
+            waiting = item.request.num_waiting_tokens
+            item.request.num_waiting_tokens = waiting + 1 if self._may_wait else 0
+
     def follow(self, output: StepOutput, parts: Sequence[StepPart], sampler: Sampler) -> None:
-        """After a step: take in what stands, and guess what follows."""
+        """After a step, which has been committed: take in what stands, and guess what follows."""
         if not parts:
             return
         started = time.perf_counter()
-        ended = (part.request for part in parts if part.request.status is RequestStatus.FINISHED)
-        just_ended = {id(request) for request in ended}
+        self._waiting.append(self._standing(output, parts))
         drafting = [part for part in parts if part.has_sampled and _may_guess(part.request)]
         num_sampling = sum(part.has_sampled for part in parts)
-        if drafting and self._is_worthwhile(len(drafting), num_sampling):
-            self._waiting.append(_standing(output, parts))
-            self._inject(just_ended)
+        guesses = bool(drafting) and self._is_worthwhile(len(drafting), num_sampling)
+        if guesses or not self._may_wait:
+            ended = (part.request for part in parts)
+            self._inject({id(r) for r in ended if r.status is RequestStatus.FINISHED})
+        if guesses:
             self._propose(output.batch, drafting, sampler)
-            self._draft_seconds += time.perf_counter() - started
-            return
-        if drafting:
+        elif drafting:
             self._acceptance.forget()
-        self._waiting.append(_standing(output, parts))
-        is_plain = all(part.num_kept == 1 for part in parts)
-        if just_ended or not is_plain or len(self._waiting) == _MOST_WAITING:
-            self._inject(just_ended)
         self._draft_seconds += time.perf_counter() - started
 
     def _is_worthwhile(self, num_guessing: int, num_sequences: int) -> bool:
@@ -210,6 +212,8 @@ class Speculation:
 
     def _inject(self, just_ended: Collection[int]) -> None:
         """Let the draft take in all rows that wait, together."""
+        for request in {request for each in self._waiting for request, _, _ in each.owners}:
+            request.num_waiting_tokens = 0
         rows = [each.still_held(just_ended) for each in self._waiting]
         self._waiting = []
 
@@ -222,9 +226,27 @@ class Speculation:
         positions = joined([each.positions for each in rows])
         if positions is None or not len(positions):
             return
-        taps = [torch.cat(same) for same in zip(*(each.taps for each in rows), strict=True)]
+        features = torch.cat([each.features for each in rows])
         full, sliding = (joined([each.slots[kind] for each in rows]) for kind in (0, 1))
-        self._proposer.inject(taps, positions, full, sliding)
+        self._proposer.inject(features, positions, full, sliding)
+
+    def _standing(self, output: StepOutput, parts: Sequence[StepPart]) -> _Rows:
+        """The rows of a step that stand."""
+        batch = output.batch
+        starts = batch.query_start
+        slots = tuple(None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
+        owners = [(part.request, part.request.num_starts, part.num_kept) for part in parts]
+        # A copy, since a graph's own taps last until the next step only.
+        features = self._proposer.features(output.taps)
+        rows = _Rows(features, batch.positions, slots, owners)
+        if sum(part.num_kept for part in parts) == starts[-1]:
+            return rows
+        kept = [
+            row
+            for part in parts
+            for row in range(starts[part.place], starts[part.place] + part.num_kept)
+        ]
+        return rows.take(torch.tensor(kept, dtype=torch.int64).to(batch.positions.device))
 
     def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
         requests = [part.request for part in drafting]
@@ -263,22 +285,6 @@ class Speculation:
 def _may_guess(request: Request) -> bool:
     """Whether a request goes on, for two tokens at least."""
     return request.status is RequestStatus.RUNNING and request.num_wanted_tokens > 1
-
-
-def _standing(output: StepOutput, parts: Sequence[StepPart]) -> _Rows:
-    """The rows of a step that stand; copies, since a graph's own last until the next step only."""
-    batch = output.batch
-    starts = batch.query_start
-    full, sliding = (None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
-    owners = [(part.request, part.request.num_starts, part.num_kept) for part in parts]
-    everything = _Rows(list(output.taps), batch.positions, (full, sliding), owners)
-    kept = [
-        row
-        for part in parts
-        for row in range(starts[part.place], starts[part.place] + part.num_kept)
-    ]
-    index = torch.tensor(kept, dtype=torch.int64).to(batch.positions.device)
-    return everything.take(index, owners)
 
 
 def draft_context(batch: ForwardBatch, places: Tensor, lengths: Tensor) -> DraftContext:

@@ -31,10 +31,6 @@ from musespark.speculative.costs import cached_costs, measure_costs
 from musespark.speculative.proposer import DraftProposer
 from musespark.speculative.verify import Verification
 
-# Context of the sequences whose steps are timed.
-_TIMED_CONTEXT = 64
-
-
 def with_chosen_draft(config: EngineConfig, model: str | Path) -> EngineConfig:
     """The same settings, with the draft that "auto" stands for; it depends on the model's name."""
     if config.draft != "auto":
@@ -187,7 +183,8 @@ class _Trial:
         output.logits.argmax(dim=-1).tolist()
         batch = output.batch
         slots = [None if m is None else m.slot_mapping for m in (batch.full, batch.sliding)]
-        self._proposer.inject(output.taps, batch.positions, *slots)
+        features = self._proposer.features(output.taps)
+        self._proposer.inject(features, batch.positions, *slots)
 
     def _guess(self, num_sequences: int) -> None:
         if self._last is None or len(self._last.batch.seq_lens) != num_sequences:

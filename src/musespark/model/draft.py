@@ -217,10 +217,15 @@ class DraftDecoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
 
+    def features(self, taps: Sequence[Tensor]) -> Tensor:
+        """What `inject` reads of tokens: [T, taps * D_target] in the compute dtype, of one stream
+        [T, D_target] per entry of `target_layer_ids`, in its order."""
+        return torch.cat(list(taps), dim=-1).to(self.dtype)
+
     @torch.inference_mode()
     def inject(
         self,
-        taps: Sequence[Tensor],
+        features: Tensor,
         positions: Tensor,
         full_slots: Tensor | None,
         sliding_slots: Tensor | None,
@@ -229,14 +234,13 @@ class DraftDecoder(nn.Module):
         """Write the context of tokens that the target has computed and that stand.
 
         Args:
-            taps: one stream [T, D_target] per entry of `target_layer_ids`, in its order.
+            features: [T, taps * D_target], of the tokens' tapped streams.
             positions: [T] int64 position of each token in its sequence.
             full_slots: [T] int64 row of each token in the flattened cache of a layer that pages
                 with the target's full layers; None: the draft has no such layer.
             sliding_slots: likewise, with the target's sliding layers.
             caches: of the draft's layers, written.
         """
-        features = torch.cat(list(taps), dim=-1).to(self.dtype)  # [T, taps * D_target]
         context = self.hidden_norm(self.fc(features))
         angles = self._angles(positions)
         layers = cast("list[DraftLayer]", list(self.layers))

@@ -29,9 +29,14 @@ class Proposer(Protocol):
         """Tokens that it can guess at a time."""
         ...
 
+    def features(self, taps: Sequence[Tensor]) -> Tensor:
+        """What it reads of T tokens, [T, W]: a copy of the tapped streams, [T, D] each, that may
+        wait until it takes them in."""
+        ...
+
     def inject(
         self,
-        taps: Sequence[Tensor],
+        features: Tensor,
         positions: Tensor,
         full_slots: Tensor | None,
         sliding_slots: Tensor | None,
@@ -39,7 +44,7 @@ class Proposer(Protocol):
         """Take in T tokens that stand.
 
         Args:
-            taps: one stream [T, D] per tapped layer.
+            features: [T, W].
             positions: [T] int64 of each token in its sequence.
             full_slots: [T] int64 row of each token in the flattened cache of the full layers; None:
                 the target has no such layers.
@@ -95,14 +100,18 @@ class DraftProposer:
     def max_tokens(self) -> int:
         return self._draft.config.max_tokens
 
+    @torch.inference_mode()
+    def features(self, taps: Sequence[Tensor]) -> Tensor:
+        return self._draft.features(taps)
+
     def inject(
         self,
-        taps: Sequence[Tensor],
+        features: Tensor,
         positions: Tensor,
         full_slots: Tensor | None,
         sliding_slots: Tensor | None,
     ) -> None:
-        self._draft.inject(taps, positions, full_slots, sliding_slots, self._caches)
+        self._draft.inject(features, positions, full_slots, sliding_slots, self._caches)
 
     def propose(
         self,

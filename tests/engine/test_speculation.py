@@ -21,10 +21,13 @@ from musespark.engine.speculation import Speculation, SpeculationSettings
 from musespark.speculative.budget import StepCosts
 
 
-def costs_of(last, draft=0.01):
+def costs_of(last, draft=0.01, num_guesses=4):
     """Of a second for one token, and `last` for 101."""
-    points = ((1, 1.0), (101, last))
-    return StepCosts(plain=points, verify=points, draft=((1, draft),))
+
+    def times(rows):
+        return tuple((n, 1.0 + (rows * n - 1) * (last - 1) / 100) for n in (1, 101))
+
+    return StepCosts(times(1), times(2), times(1 + num_guesses), ((1, draft),), num_guesses)
 
 
 CHEAP, DEAR = costs_of(1.0), costs_of(101.0)
@@ -239,8 +242,10 @@ def test_what_waited_while_nothing_was_guessed_is_taken_in():
     # Worth it for one sequence or two, not for more.
     costs = StepCosts(
         plain=((1, 1.0), (6, 1.0)),
-        verify=((2, 1.2), (5, 1.3), (6, 9.0), (30, 20.0)),
+        verify_one=((1, 1.2), (2, 1.2), (3, 9.0), (6, 9.0)),
+        verify_all=((1, 1.3), (2, 1.3), (3, 20.0), (6, 20.0)),
         draft=((1, 0.01),),
+        num_guesses=4,
     )
     for kinds, num_blocks in (("both", 200), ("full", 200), ("both", 40), ("sliding", 40)):
         engine = new_engine(

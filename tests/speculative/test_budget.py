@@ -1,25 +1,37 @@
 """Which guesses are verified: as the load has it, and never by looking at what comes later."""
 
+import dataclasses
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from musespark.speculative.budget import Acceptance, StepCosts, check_costs, choose_widths, smoothed
 
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-def costs_of(*points, draft=((1, 0.1),)):
-    return StepCosts(plain=points, verify=points, draft=draft)
+
+def costs_of(seconds, draft=((1, 0.1),), num_guesses=5):
+    """Of steps that take `seconds(tokens)`, whatever the tokens are."""
+    plain, one, every = (
+        tuple((n, seconds(n * rows)) for n in SIZES) for rows in (1, 2, 1 + num_guesses)
+    )
+    return StepCosts(plain, one, every, draft, num_guesses)
 
 
 # A step whose time hardly grows at first, and in proportion to its tokens later.
-RISING = costs_of((1, 1.0), (8, 1.1), (32, 2.0), (64, 4.0), (256, 16.0))
-FLAT = costs_of((1, 1.0), (256, 1.0))
-PROPORTIONAL = costs_of((1, 1.0), (256, 256.0))
+RISING = costs_of(lambda n: max(1.0 + n / 80, n / 16))
+FLAT = costs_of(lambda _: 1.0)
+PROPORTIONAL = costs_of(float)
 # The first guess is dear, further ones are not.
 JUMP = StepCosts(
-    plain=((1, 1.0), (256, 28.0)), verify=((2, 1.9), (16, 2.0), (256, 30.0)), draft=((1, 0.1),)
+    plain=((1, 1.0), (256, 28.0)),
+    verify_one=((1, 1.9), (256, 29.0)),
+    verify_all=((1, 2.0), (256, 30.0)),
+    draft=((1, 0.1),),
+    num_guesses=5,
 )
 
 chances = st.lists(st.floats(0.01, 1), max_size=6).map(lambda c: sorted(c, reverse=True))
@@ -27,16 +39,32 @@ chances = st.lists(st.floats(0.01, 1), max_size=6).map(lambda c: sorted(c, rever
 
 def rate(survival, widths, num_sequences, num_tokens, costs):
     gained = sum(sum(chances[:width]) for chances, width in zip(survival, widths, strict=True))
-    return (num_sequences + gained) / (
-        costs.verify_seconds if sum(widths) else costs.plain_seconds
-    )(num_tokens + sum(widths))
+    curve = costs.verify_curve(num_sequences, num_tokens)
+    sizes, seconds = [size for size, _ in curve], [seconds for _, seconds in curve]
+    return (num_sequences + gained) / float(np.interp(num_tokens + sum(widths), sizes, seconds))
 
 
 def test_times_between_and_beyond_what_was_measured():
-    assert [RISING.plain_seconds(n) for n in (1, 8, 20, 256, 512)] == pytest.approx(
-        [1.0, 1.1, 1.55, 16.0, 32.0]
+    costs = costs_of(lambda n: 1.0 + n / 10)
+    assert [costs.plain_seconds(n) for n in (1, 8, 20, 256, 512)] == pytest.approx(
+        [1.1, 1.8, 3.0, 26.6, 52.2]
     )
-    assert RISING.draft_seconds(40) == 0.1
+    assert costs.draft_seconds(40) == 0.1
+
+
+def test_what_verifying_takes_depends_on_sequences_and_tokens():
+    assert JUMP.verify_curve(1, 1) == ((1, 1.0), (2, 1.9), (6, 2.0))
+    sizes, seconds = zip(*JUMP.verify_curve(256, 256), strict=True)
+    assert sizes == (256, 512, 1536)
+    assert seconds == (28.0, 29.0, 30.0)
+    # A prompt of 30 tokens beside it adds what it adds to a plain step.
+    extra = JUMP.plain_seconds(31) - 1
+    sizes, seconds = zip(*JUMP.verify_curve(1, 31), strict=True)
+    assert sizes == (31, 32, 36)
+    assert seconds == pytest.approx((1.0 + extra, 1.9 + extra, 2.0 + extra))
+    # One guess is all that there is.
+    costs = costs_of(float, num_guesses=1)
+    assert costs.verify_curve(4, 4) == ((4, 4.0), (8, 8.0))
 
 
 def test_width_falls_to_zero_as_the_batch_grows():
@@ -58,7 +86,7 @@ def test_free_rows_are_all_used_and_dear_ones_not_at_all():
 
 
 def test_the_likely_guesses_go_first():
-    costs = costs_of((1, 1.0), (101, 61.0))
+    costs = costs_of(lambda n: 1.0 + 0.6 * (n - 1), num_guesses=3)
     assert choose_widths([[0.9, 0.8, 0.2], [0.3, 0.2, 0.1]], 2, 2, costs) == [2, 0]
 
 
@@ -102,7 +130,7 @@ def test_acceptance_follows_what_happens_and_forgets_it_slowly():
     assert acceptance.is_worthwhile(1, 1, RISING)
     before = acceptance.survival
     for _ in range(400):
-        acceptance.observe(3, 0)
+        acceptance.observe(3, 0, [0.9, 0.8, 0.7])
     assert acceptance.survival[0] < 0.01
     # What was never reached is not known to be wrong.
     assert acceptance.survival[1] / acceptance.survival[0] == pytest.approx(0.75)
@@ -116,12 +144,32 @@ def test_acceptance_follows_what_happens_and_forgets_it_slowly():
 def test_nobody_guesses_where_the_target_has_enough_to_do():
     acceptance = Acceptance(5)
     for _ in range(1000):
-        acceptance.observe(5, 5)
+        acceptance.observe(5, 5, [0.9] * 5)
     assert acceptance.is_worthwhile(1, 1, RISING)
     assert not acceptance.is_worthwhile(1, 1, PROPORTIONAL)
-    assert not acceptance.is_worthwhile(
-        100, 100, costs_of(*RISING.plain, draft=((1, 0.1), (100, 9.0)))
-    )
+    costs = costs_of(lambda n: 1.0 + n / 80)
+    assert acceptance.is_worthwhile(100, 100, costs)
+    slow = dataclasses.replace(costs, draft=((1, 0.1), (100, 9.0)))
+    assert not acceptance.is_worthwhile(100, 100, slow)
+
+
+def test_guesses_that_are_not_verified_count_as_the_draft_thinks():
+    """Only the likely ones are verified. The rates that come of it are those of all."""
+    rng = random.Random(0)
+    acceptance, biased = Acceptance(2), Acceptance(2)
+    for _ in range(20_000):
+        survival = [1.0, 0.9] if rng.random() < 0.5 else [0.2, 0.1]
+        width = 2 if survival[0] == 1 else 0
+        num_accepted = width and 1 + (rng.random() < survival[1])
+        acceptance.observe(width, num_accepted, survival)
+        biased.observe(width, num_accepted, survival[:width])
+    # The second is right if the first is: in 0.9 of the one kind, and in 0.5 of the other.
+    assert acceptance.survival[0] == pytest.approx(0.6, abs=0.1)
+    assert acceptance.survival[1] / acceptance.survival[0] == pytest.approx(0.5 / 0.6, abs=0.1)
+    assert biased.survival[0] > 0.95
+    # A draft that thinks nothing of its guess, and one that says nothing.
+    acceptance.observe(0, 0, [0.0, 0.0])
+    acceptance.observe(0, 0, [])
 
 
 def test_noise_does_not_make_a_larger_step_look_faster():
@@ -133,4 +181,4 @@ def test_noise_does_not_make_a_larger_step_look_faster():
     )
     assert check_costs(RISING)
     for points in ((), ((0, 1.0),), ((1, 0.0),), ((1, 1.0), (1, 2.0))):
-        assert not check_costs(costs_of(*points))
+        assert not check_costs(dataclasses.replace(RISING, verify_all=points))

@@ -23,17 +23,18 @@ class Clock:
 def test_the_fastest_of_several_runs_after_the_first_ones():
     clock = Clock()
     costs = measure_costs(
-        lambda n: clock.run(0.5 + 0.1 * n),
-        lambda n: clock.run(0.6 + 0.2 * n),
+        lambda n, rows: clock.run(0.5 + 0.1 * n * rows),
         lambda _: clock.run(0.05),
         sizes=(1, 4, 16),
-        rows=5,
+        num_guesses=4,
         clock=clock,
     )
-    assert [size for size, _ in costs.verify] == [5, 20, 80]
+    assert [size for size, _ in costs.verify_all] == [1, 4, 16]
     assert [s for _, s in costs.plain] == pytest.approx([0.6, 0.9, 2.1])
-    assert [s for _, s in costs.verify] == pytest.approx([0.8, 1.4, 3.8])
+    assert [s for _, s in costs.verify_one] == pytest.approx([0.7, 1.3, 3.7])
+    assert [s for _, s in costs.verify_all] == pytest.approx([1.0, 2.5, 8.5])
     assert [s for _, s in costs.draft] == pytest.approx([0.05] * 3)
+    assert costs.num_guesses == 4
 
 
 def test_costs_are_remembered_until_something_changes(tmp_path):
@@ -43,7 +44,7 @@ def test_costs_are_remembered_until_something_changes(tmp_path):
     def measure():
         measured.append(len(measured))
         points = ((1, 1.0 + len(measured)), (8, 9.0))
-        return StepCosts(points, points, points)
+        return StepCosts(points, points, points, points, 2)
 
     first = cached_costs(folder, {"model": "a", "threads": 2}, measure)
     assert cached_costs(folder, {"threads": 2, "model": "a"}, measure) == first
@@ -60,5 +61,5 @@ def test_where_nothing_can_be_written_it_is_measured_each_time(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     points = ((1, 1.0),)
-    costs = StepCosts(points, points, points)
+    costs = StepCosts(points, points, points, points, 1)
     assert cached_costs(blocked, {}, lambda: costs) == costs

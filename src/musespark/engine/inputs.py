@@ -16,6 +16,10 @@ from musespark.engine.step_plan import GroupPlan, StepPlan
 from musespark.engine.transfers import send
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.ops.attention_decode import decode_mask
+from musespark.ops.attention_few import FewTokens, few_tokens
+
+# New tokens of a sequence that attends together with others of its kind, at most.
+_FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,11 @@ class _Tokens:
     """[T]."""
     seq_lens: np.ndarray
     """[B]."""
+    counts: np.ndarray
+    """[B] new tokens of each sequence."""
     num_decodes: int
+    num_few: int
+    """How many sequences behind the decoding ones have few new tokens."""
 
 
 class InputBuilder:
@@ -57,7 +65,16 @@ class InputBuilder:
         # Token t of sequence b is at position computed[b] + (t - query_start[b]).
         row = np.repeat(np.arange(len(computed)), counts)  # [T]
         positions = np.arange(len(plan.token_ids)) + (computed - query_start[:-1])[row]
-        tokens = _Tokens(_array(plan.slots), row, positions, computed + counts, plan.num_decodes)
+        is_long = counts[plan.num_decodes :] > _FEW
+        tokens = _Tokens(
+            slots=_array(plan.slots),
+            row=row,
+            positions=positions,
+            seq_lens=computed + counts,
+            counts=counts,
+            num_decodes=plan.num_decodes,
+            num_few=int(is_long.argmax()) if is_long.any() else len(is_long),
+        )
         full = self._group(self._full, tokens, plan.full, None)
         sliding = self._group(self._sliding, tokens, plan.sliding, self._layout.sliding_window)
         sent = iter(
@@ -77,8 +94,8 @@ class InputBuilder:
             query_start=tuple(plan.query_start),
             seq_lens=tuple(tokens.seq_lens.tolist()),
             num_decodes=plan.num_decodes,
-            full=self._metadata(full, seq_lens, sent),
-            sliding=self._metadata(sliding, seq_lens, sent),
+            full=self._metadata(full, tokens, seq_lens, sent),
+            sliding=self._metadata(sliding, tokens, seq_lens, sent),
             logit_rows=rows,
         )
 
@@ -98,33 +115,44 @@ class InputBuilder:
             block_table=block_table,
             slots=slots,
             key_start=first_blocks * size,
-            num_decodes=tokens.num_decodes,
-            # The table is as wide as the step's longest sequence; what decodes may be shorter.
-            decode_width=max(plan.num_blocks[: tokens.num_decodes], default=0),
+            num_blocks=plan.num_blocks,
             window=window,
         )
 
     def _metadata(
-        self, group: "_Group", seq_lens: Tensor, sent: Iterator[Tensor]
+        self, group: "_Group", tokens: _Tokens, seq_lens: Tensor, sent: Iterator[Tensor]
     ) -> AttentionMetadata | None:
         """A group as attention reads it, from what was sent of it."""
         if group.block_table is None:
             return None
         assert group.key_start is not None
         table, slots, key_start = next(sent), next(sent), next(sent)
-        decodes, size = group.num_decodes, self._layout.block_size
-        decode_table = table[:decodes, : group.decode_width]
+        decodes, size = tokens.num_decodes, self._layout.block_size
+        # The table is as wide as the step's longest sequence; these may be shorter.
+        decode_table = table[:decodes, : max(group.num_blocks[:decodes], default=0)]
         mask = torch.empty((0, 0), dtype=torch.bool, device=self._device)
+        few: FewTokens | None = None
         if self._with_masks:
             mask = decode_mask(
                 decode_table, size, key_start[:decodes], seq_lens[:decodes], group.window
             )
+            if tokens.num_few:
+                part = slice(decodes, decodes + tokens.num_few)
+                few = few_tokens(
+                    table[part, : max(group.num_blocks[part])],
+                    size,
+                    key_start[part],
+                    seq_lens[part],
+                    torch.from_numpy(tokens.counts[part]).to(self._device),
+                    group.window,
+                )
         return AttentionMetadata(
             block_table=table,
             key_start=tuple(group.key_start.tolist()),
             slot_mapping=slots,
             decode_table=decode_table,
             decode_mask=mask,
+            few=few,
         )
 
     def _send(self, *arrays: np.ndarray) -> list[Tensor]:
@@ -151,8 +179,8 @@ class _Group:
     """[T]."""
     key_start: np.ndarray | None = None
     """[B]."""
-    num_decodes: int = 0
-    decode_width: int = 0
+    num_blocks: Sequence[int] = ()
+    """[B] how many blocks each sequence has in the table."""
     window: int | None = None
 
     def arrays(self) -> list[np.ndarray]:

@@ -1,11 +1,13 @@
 """Speculative decoding in the engine: who guesses, when, and how many guesses a step verifies.
 
 After each step the draft takes in the tokens that stand, or lets them wait for a few steps while
-nothing is guessed, and guesses what follows in the sequences that decode. A block whose tokens wait
-has no name in the prefix cache yet, so that what waits can be dropped when its request ends. The next step verifies as
+nothing is guessed, and guesses what follows in the sequences that decode. The next step verifies as
 many of the guesses as pay (speculative/budget.py); those that are left over are forgotten. Guesses
 that turn out wrong leave nothing behind: the target's keys and values of their rows lie behind the
 sequence's end, where the next rows overwrite them, and the draft never takes them in.
+
+A block with tokens that wait has no name in the prefix cache yet. So they can be dropped when their
+request ends, and whoever finds a block there finds the draft's keys and values in it as well.
 """
 
 import time
@@ -143,10 +145,10 @@ class Speculation:
     def observe(self, sampling: Sequence[ScheduledRequest], token_ids: Sequence[list[int]]) -> None:
         """Take in what verification has made of the guesses."""
         for item, tokens in zip(sampling, token_ids, strict=True):
-            if not (width := item.num_drafts):
+            width, num_accepted = item.num_drafts, len(tokens) - 1
+            self._acceptance.observe(width, num_accepted, item.request.draft_survival)
+            if not width:
                 continue
-            num_accepted = len(tokens) - 1
-            self._acceptance.observe(width, num_accepted)
             self._num_cycles += 1
             self._num_tokens += len(tokens)
             for index in range(width):
@@ -234,11 +236,11 @@ class Speculation:
         """The rows of a step that stand."""
         batch = output.batch
         starts = batch.query_start
-        slots = tuple(None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
+        full, sliding = (None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
         owners = [(part.request, part.request.num_starts, part.num_kept) for part in parts]
         # A copy, since a graph's own taps last until the next step only.
         features = self._proposer.features(output.taps)
-        rows = _Rows(features, batch.positions, slots, owners)
+        rows = _Rows(features, batch.positions, (full, sliding), owners)
         if sum(part.num_kept for part in parts) == starts[-1]:
             return rows
         kept = [

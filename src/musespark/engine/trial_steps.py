@@ -9,7 +9,7 @@ from musespark.engine.prefix_cache import first_visible_block
 from musespark.engine.step_plan import GroupPlan, StepPlan
 
 # Tokens of each sequence that are in the cache already.
-_CONTEXT = 64
+_CONTEXT = 256
 
 
 class TrialSteps:

@@ -31,6 +31,7 @@ from musespark.speculative.costs import cached_costs, measure_costs
 from musespark.speculative.proposer import DraftProposer
 from musespark.speculative.verify import Verification
 
+
 def with_chosen_draft(config: EngineConfig, model: str | Path) -> EngineConfig:
     """The same settings, with the draft that "auto" stands for; it depends on the model's name."""
     if config.draft != "auto":
@@ -168,19 +169,15 @@ class _Trial:
 
     def measure(self, config: EngineConfig) -> StepCosts:
         """Time 1, 2, 4, ... sequences, as many as the settings allow."""
-        rows = 1 + self._num_tokens
-        most = min(config.max_num_seqs, config.max_num_batched_tokens // rows)
-        return measure_costs(
-            plain=lambda size: self._step(size, 1),
-            verify=lambda size: self._step(size, rows),
-            draft=self._guess,
-            sizes=[1 << power for power in range(max(1, most).bit_length())],
-            rows=rows,
-        )
+        most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + self._num_tokens))
+        sizes = [1 << power for power in range(max(1, most).bit_length())]
+        return measure_costs(self._step, self._guess, sizes, self._num_tokens)
 
     def _step(self, num_sequences: int, rows: int) -> None:
         output = self._last = self._steps.run(num_sequences, rows)
         output.logits.argmax(dim=-1).tolist()
+        if rows == 1:
+            return  # such rows wait, and are taken in with those of other steps
         batch = output.batch
         slots = [None if m is None else m.slot_mapping for m in (batch.full, batch.sliding)]
         features = self._proposer.features(output.taps)

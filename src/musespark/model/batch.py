@@ -1,7 +1,8 @@
 """One step's tokens and where their keys and values lie: built once, then only read.
 
 Tokens of all sequences lie flat, one sequence after the other. The sequences that decode (one new
-token each) come first and attend in one call; those that prefill follow.
+token each) come first and attend in one call; those with a few, which verify guesses, in another;
+and those that prefill follow.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from musespark.ops.attention_few import FewTokens
 from musespark.ops.attention_paged import SequencesOnDevice
 
 
@@ -30,6 +32,9 @@ class AttentionMetadata:
     kernels read lengths instead."""
     on_device: SequencesOnDevice | None = None
     """The sequences' lengths where kernels can read them; None: sent when they are needed."""
+    few: FewTokens | None = None
+    """The sequences right behind the decoding ones that have few new tokens, and attend together;
+    None: none, or kernels read lengths instead."""
 
     def sequence(self, row: int, batch: "ForwardBatch", block_size: int) -> "AttentionMetadata":
         """What one sequence of `batch` sees, with tables no wider than it needs."""

@@ -256,6 +256,7 @@ class Decoder(nn.Module):
             decode_mask=metadata.decode_mask,
             slot_mapping=metadata.slot_mapping,
             on_device=on_device,
+            few=metadata.few,
         )
 
     def _rotary_angles(self, positions: Tensor) -> dict[float, RotaryAngles | None]:

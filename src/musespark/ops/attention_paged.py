@@ -15,6 +15,7 @@ from musespark.ops.attention_decode import (
     attention_decode_triton,
     gather_blocks,
 )
+from musespark.ops.attention_few import FewTokens, attention_few
 from musespark.ops.attention_prefill import attention_prefill, attention_prefill_triton
 from musespark.ops.output_gate import output_gate, output_gate_triton
 
@@ -67,6 +68,8 @@ class PagedSequences:
     """[T] int64 row of each token in the flattened cache; -1 on a row that is padding."""
     on_device: SequencesOnDevice | None
     """The lengths again, for kernels."""
+    few: FewTokens | None = None
+    """The sequences right behind the decoding ones that have few new tokens; None: none have."""
 
 
 def attention_paged(
@@ -80,7 +83,8 @@ def attention_paged(
     gate: Tensor | None = None,
     gate_eps: float = 0.0,
 ) -> Tensor:
-    """Attention of the step's tokens; decoding sequences in one call, then each other in its own.
+    """Attention of the step's tokens; decoding sequences in one call, those with few new tokens in
+    another, then each further one in its own.
 
     Args:
         query: [T, heads, head_dim].
@@ -108,7 +112,12 @@ def attention_paged(
                 scale,
             )
         )
-    for row in range(decodes, len(sequences.seq_lens)):
+    first = decodes
+    if (few := sequences.few) is not None:
+        first += few.rows.shape[0]
+        rows = slice(decodes, sequences.query_start[first])
+        outputs.append(attention_few(query[rows], key_cache, value_cache, few, scale))
+    for row in range(first, len(sequences.seq_lens)):
         start, stop = sequences.query_start[row], sequences.query_start[row + 1]
         num_keys = sequences.seq_lens[row] - sequences.key_start[row]
         blocks = sequences.block_table[row, : -(-num_keys // key_cache.shape[1])]

@@ -25,47 +25,47 @@ _PRIOR = 0.75
 # How much one observation counts, and how fast old ones are forgotten while nothing is guessed, so
 # that a draft that was bad at one text gets another try.
 _NEW, _FORGET = 0.02, 0.001
-# What guessing must bring to be worth it, since times are measured with some noise.
-_MARGIN = 1.03
+# What guessing must bring to be worth it: times are measured with some noise, and guesses give the
+# scheduler and the sampler more to do.
+_MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Measured times, in seconds, by ascending size."""
+    """Measured times, (sequences, seconds) by ascending number of sequences."""
 
     plain: _Points
-    """(tokens, seconds) of a step of sequences with one token each."""
-    verify: _Points
-    """(tokens, seconds) of a step of sequences with guesses."""
+    """Of a step with one token of each sequence."""
+    verify_one: _Points
+    """With one guessed token of each besides, and the draft takes them in."""
+    verify_all: _Points
+    """With `num_guesses` of each."""
     draft: _Points
-    """(sequences, seconds) of guessing for so many."""
+    """Of guessing."""
+    num_guesses: int
+    """Tokens guessed for each sequence."""
 
     def plain_seconds(self, num_tokens: int) -> float:
         """Of a step of so many tokens, none of them guessed."""
         return _interpolate(self.plain, num_tokens)
 
-    def verify_seconds(self, num_tokens: int) -> float:
-        """Of a step of so many tokens, guessed ones included."""
-        return _interpolate(self.verify, num_tokens)
-
     def draft_seconds(self, num_sequences: int) -> float:
         """Of guessing for so many sequences."""
         return _interpolate(self.draft, num_sequences)
 
-    def hull(self, num_tokens: int) -> list[tuple[int, float]]:
-        """The largest convex curve from a plain step of `num_tokens` tokens on that no measured
-        time is below: where the first guess is dear and the next are cheap, it spreads the price
-        over all of them."""
-        least = self.plain_seconds(num_tokens)
-        later = [num for num, _ in self.verify if num > num_tokens] or [2 * num_tokens]
-        points = [(num_tokens, least)]
-        points += [(num, max(least, self.verify_seconds(num))) for num in later]
-        hull: list[tuple[int, float]] = []
-        for point in points:
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
-                hull.pop()
-            hull.append(point)
-        return hull
+    def verify_curve(self, num_sequences: int, num_tokens: int) -> _Points:
+        """(tokens, seconds) of a step of so many sequences that runs `num_tokens` tokens in any
+        case, with none, one and all guesses of each sequence verified."""
+        plain = self.plain_seconds(num_tokens)
+        # What prompts add to such a step, they add to one that verifies.
+        extra = plain - self.plain_seconds(num_sequences)
+        points = [(num_tokens, plain)]
+        for width, times in ((1, self.verify_one), (self.num_guesses, self.verify_all)):
+            size = num_tokens + width * num_sequences
+            if size > points[-1][0]:
+                seconds = _interpolate(times, num_sequences) + extra
+                points.append((size, max(seconds, points[-1][1])))
+        return tuple(points)
 
 
 def choose_widths(
@@ -83,7 +83,7 @@ def choose_widths(
         ((place, index) for place, chances in enumerate(survival) for index in range(len(chances))),
         key=lambda item: -survival[item[0]][item[1]],
     )
-    hull = tuple(costs.hull(num_tokens))
+    hull = _hull(costs.verify_curve(num_sequences, num_tokens))
     widths = [0] * len(survival)
     tokens, seconds = float(num_sequences), hull[0][1]
     for count, (place, index) in enumerate(places, start=1):
@@ -107,10 +107,20 @@ class Acceptance:
         """How likely each position of a guess is to stay."""
         return list(accumulate(self._rates, mul))
 
-    def observe(self, num_verified: int, num_accepted: int) -> None:
-        """Take in what became of one guess."""
+    def observe(self, num_verified: int, num_accepted: int, survival: Sequence[float]) -> None:
+        """Take in what became of one guess, and what its `survival` says of the places that were
+        not verified. Those are the unlikely ones: without them, guesses would look too good."""
         for index in range(min(num_verified, num_accepted + 1)):
             self._rates[index] += _NEW * ((index < num_accepted) - self._rates[index])
+        if num_accepted < num_verified:
+            return
+        before = reached = survival[num_verified - 1] if num_verified else 1.0
+        for index in range(num_verified, len(survival)):
+            if before == 0:
+                return
+            chance = survival[index] / before
+            self._rates[index] += _NEW * before / reached * (chance - self._rates[index])
+            before = survival[index]
 
     def forget(self) -> None:
         """Take in that a step went by without guesses."""
@@ -120,9 +130,10 @@ class Acceptance:
         """Whether to guess for `num_guessing` of `num_sequences` that decode."""
         plain = num_sequences / costs.plain_seconds(num_sequences)
         drafting = costs.draft_seconds(num_guessing)
+        curve = costs.verify_curve(num_sequences, num_sequences)
         return any(
             (num_sequences + num_guessing * gained)
-            / (drafting + costs.verify_seconds(num_sequences + num_guessing * width))
+            / (drafting + _interpolate(curve, num_sequences + num_guessing * width))
             > plain * _MARGIN
             for width, gained in enumerate(accumulate(self.survival), start=1)
         )
@@ -136,6 +147,17 @@ def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
     place = min(max(place, 1), len(points) - 1)
     former, latter = points[place - 1], points[place]
     return former[1] + _slope(former, latter) * (x - former[0])
+
+
+def _hull(points: _Points) -> _Points:
+    """The largest convex curve that no point is below: where the first guess is dear and the next
+    are cheap, it spreads the price over all of them."""
+    hull: list[tuple[int, float]] = []
+    for point in points:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return tuple(hull)
 
 
 def _slope(former: tuple[int, float], latter: tuple[int, float]) -> float:
@@ -155,5 +177,5 @@ def check_costs(costs: StepCosts) -> bool:
         and all(size >= 1 for size, _ in points)
         and all(seconds > 0 for _, seconds in points)
         and all(former[0] < latter[0] for former, latter in pairwise(points))
-        for points in (costs.plain, costs.verify, costs.draft)
+        for points in (costs.plain, costs.verify_one, costs.verify_all, costs.draft)
     )

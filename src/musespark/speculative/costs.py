@@ -1,5 +1,6 @@
 """Measuring what steps take, and remembering it from one start to the next."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,49 +14,51 @@ from musespark.speculative.budget import StepCosts, check_costs, smoothed
 # since whatever else the machine does only ever adds.
 _WARM_UPS, _RUNS = 2, 7
 
-Run = Callable[[int], None]
-"""Runs something for so many sequences, and waits until it is done."""
+Step = Callable[[int, int], None]
+"""Runs a step: (sequences, tokens of each); waits until it is done."""
 
 
 def measure_costs(
-    plain: Run,
-    verify: Run,
-    draft: Run,
+    step: Step,
+    draft: Callable[[int], None],
     sizes: Iterable[int],
-    rows: int,
+    num_guesses: int,
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCosts:
-    """Time the three parts of speculative decoding, for each number of sequences in `sizes`.
+    """Time the parts of speculative decoding, for each number of sequences in `sizes`.
 
     Args:
-        plain: a step with one token of each sequence.
-        verify: a step with `rows` tokens of each.
+        step: a step of the target; behind one of several tokens the draft takes them in.
         draft: guessing.
         sizes: numbers of sequences, ascending.
-        rows: tokens of each sequence in `verify`.
+        num_guesses: tokens guessed for each sequence.
         clock: seconds.
     """
 
-    def seconds(run: Run, size: int) -> float:
+    def seconds(run: Callable[..., None], *arguments: int) -> float:
         started = clock()
-        run(size)
+        run(*arguments)
         return clock() - started
 
-    points: list[tuple[int, float, float, float]] = []
+    sizes = list(sizes)
+    fastest = []
     for size in sizes:
-        # In turn, so that all three meet the machine in the same mood.
+        # In turn, so that all of them meet the machine in the same mood.
         times = [
-            (seconds(plain, size), seconds(verify, size), seconds(draft, size))
+            (
+                seconds(step, size, 1),
+                seconds(step, size, 2),
+                seconds(step, size, 1 + num_guesses),
+                seconds(draft, size),
+            )
             for _ in range(_WARM_UPS + _RUNS)
         ]
-        fastest = [min(each) for each in zip(*times[_WARM_UPS:], strict=True)]
-        points.append((size, fastest[0], max(fastest[:2]), fastest[2]))
-    return StepCosts(
-        plain=smoothed([(size, seconds) for size, seconds, _, _ in points]),
-        verify=smoothed([(size * rows, seconds) for size, _, seconds, _ in points]),
-        draft=smoothed([(size, seconds) for size, _, _, seconds in points]),
+        fastest.append([min(each) for each in zip(*times[_WARM_UPS:], strict=True)])
+    plain, one, every, drafting = (
+        smoothed(list(zip(sizes, kind, strict=True))) for kind in zip(*fastest, strict=True)
     )
+    return StepCosts(plain, one, every, drafting, num_guesses)
 
 
 def cached_costs(
@@ -70,7 +73,7 @@ def cached_costs(
     costs = measure()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fields = {"plain": costs.plain, "verify": costs.verify, "draft": costs.draft}
+        fields = dataclasses.asdict(costs)
         # Whole or not at all, whoever else starts now.
         part = path.with_suffix(f".{time.time_ns()}")
         part.write_text(json.dumps({"key": dict(key), **fields}, indent=1), encoding="utf-8")
@@ -83,12 +86,11 @@ def cached_costs(
 def _read(path: Path) -> StepCosts | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        costs = StepCosts(
-            *(
-                tuple((int(size), float(seconds)) for size, seconds in fields[name])
-                for name in ("plain", "verify", "draft")
-            )
+        plain, one, every, draft = (
+            tuple((int(size), float(seconds)) for size, seconds in fields[name])
+            for name in ("plain", "verify_one", "verify_all", "draft")
         )
+        costs = StepCosts(plain, one, every, draft, int(fields["num_guesses"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return costs if check_costs(costs) else None

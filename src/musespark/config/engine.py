@@ -7,7 +7,7 @@ from musespark.config.parallel import Parallelism
 from musespark.errors import ConfigError
 
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3")
-DRAFT_SAMPLING = ("probabilistic", "greedy")
+DRAFT_SAMPLING = ("greedy", "probabilistic")
 DRAFT_VERIFICATION = ("block", "token")
 ExecutorKind = Literal["multiprocess", "ray"]
 
@@ -46,7 +46,7 @@ class EngineConfig(Parallelism):
     num_speculative_tokens: int | None = None
     """Tokens to guess and verify in every step; None: as many as pay by measured times, up to the
     draft's block size, and none where the batch is large."""
-    draft_sampling: str = "probabilistic"
+    draft_sampling: str = "greedy"
     """How tokens are guessed for requests with a temperature: probabilistic (drawn at random, as
     their own tokens are) or greedy (the most likely ones)."""
     draft_verification: str = "block"

@@ -3,6 +3,7 @@
 import dataclasses
 import platform
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,12 +144,12 @@ def _cost_key(
     on_gpu = decoder.device.type == "cuda"
     device = torch.cuda.get_device_name(decoder.device) if on_gpu else f"cpu of {platform.node()}"
     return {
+        "software": [version("musespark"), torch.__version__],
         "model": repr(decoder.config),
         "draft": repr(chosen.config),
         "num_tokens": chosen.num_tokens,
         "device": device,
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "dtype": str(decoder.dtype),
         "cache": [spec.block_size, str(spec.dtype)],
         "layout": repr(decoder.layout),

@@ -24,7 +24,7 @@ _Points = tuple[tuple[int, float], ...]
 _PRIOR = 0.75
 # How much one observation counts, and how fast old ones are forgotten while nothing is guessed, so
 # that a draft that was bad at one text gets another try.
-_NEW, _FORGET = 0.02, 0.001
+_NEW, _FORGET = 0.04, 0.001
 # What guessing must bring to be worth it: times are measured with some noise, and guesses give the
 # scheduler and the sampler more to do.
 _MARGIN = 1.1

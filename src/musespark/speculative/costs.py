@@ -43,7 +43,9 @@ def measure_costs(
 
     sizes = list(sizes)
     fastest = []
-    for size in sizes:
+    # The largest first: it makes the C library keep memory that smaller steps then need not ask the
+    # system for, as prompts do later.
+    for size in reversed(sizes):
         # In turn, so that all of them meet the machine in the same mood.
         times = [
             (
@@ -56,7 +58,8 @@ def measure_costs(
         ]
         fastest.append([min(each) for each in zip(*times[_WARM_UPS:], strict=True)])
     plain, one, every, drafting = (
-        smoothed(list(zip(sizes, kind, strict=True))) for kind in zip(*fastest, strict=True)
+        smoothed(list(zip(sizes, reversed(kind), strict=True)))
+        for kind in zip(*fastest, strict=True)
     )
     return StepCosts(plain, one, every, drafting, num_guesses)
 

@@ -46,6 +46,8 @@ class FakeDraft:
         """Whole sequences that it was asked to go on with, where the target has full layers."""
         self.num_proposed: list[int] = []
         """Sequences of each call."""
+        self.num_injected: list[int] = []
+        """Tokens of each call."""
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(taps), dim=-1)
@@ -58,6 +60,7 @@ class FakeDraft:
         sliding_slots: Tensor | None,
     ) -> None:
         assert features.shape == (len(positions), 1)
+        self.num_injected.append(len(positions))
         for slots, cache in ((full_slots, self._full), (sliding_slots, self._sliding)):
             assert (slots is None) == (not cache.size)
             if slots is not None:

@@ -31,6 +31,14 @@ def costs_of(last, draft=0.01, num_guesses=4):
 
 
 CHEAP, DEAR = costs_of(1.0), costs_of(101.0)
+# Guessing pays for one sequence or two, not for more.
+CHEAP_FOR_TWO = StepCosts(
+    plain=((1, 1.0), (6, 1.0)),
+    verify_one=((1, 1.2), (2, 1.2), (3, 9.0), (6, 9.0)),
+    verify_all=((1, 1.3), (2, 1.3), (3, 20.0), (6, 20.0)),
+    draft=((1, 0.01),),
+    num_guesses=4,
+)
 LIMITS = EngineLimits(
     vocab_size=VOCAB_SIZE,
     max_model_len=120,
@@ -102,6 +110,16 @@ def without_cached(outputs):
         [[(*token[:4], *token[5:]) for token in tokens] for tokens in request]
         for request in outputs
     ]
+
+
+def assert_took_in(engine, requests, outputs):
+    """All that the draft was asked to go on with is the beginning of a prompt and its output."""
+    whole = [
+        [*prompt, *(token[0] for token in output[0])]
+        for (prompt, _), output in zip(requests, outputs, strict=True)
+    ]
+    seen = engine.draft.seen
+    assert all(any(tokens[: len(s)] == s for tokens in whole) for s in seen)
 
 
 def prompt_of(length, seed=0):
@@ -188,13 +206,8 @@ def test_the_draft_takes_in_what_stands_and_nothing_else():
     requests = [(prompt_of(length, seed=length), GREEDY) for length in (3, 17, 40, 40)]
     engine = new_engine(half_right)
     outputs = run(engine, requests)
-    whole = [
-        [*prompt, *(token[0] for token in output[0])]
-        for (prompt, _), output in zip(requests, outputs, strict=True)
-    ]
-    seen = engine.draft.seen
-    assert len(seen) > 20
-    assert all(any(tokens[: len(s)] == s for tokens in whole) for s in seen)
+    assert len(engine.draft.seen) > 20
+    assert_took_in(engine, requests, outputs)
 
 
 def test_right_guesses_save_steps_and_are_counted():
@@ -239,17 +252,9 @@ def test_a_draft_that_is_never_right_is_not_asked_for_long():
 
 def test_what_waited_while_nothing_was_guessed_is_taken_in():
     """The load comes and goes, requests end and are preempted; the draft misses nothing."""
-    # Worth it for one sequence or two, not for more.
-    costs = StepCosts(
-        plain=((1, 1.0), (6, 1.0)),
-        verify_one=((1, 1.2), (2, 1.2), (3, 9.0), (6, 9.0)),
-        verify_all=((1, 1.3), (2, 1.3), (3, 20.0), (6, 20.0)),
-        draft=((1, 0.01),),
-        num_guesses=4,
-    )
     for kinds, num_blocks in (("both", 200), ("full", 200), ("both", 40), ("sliding", 40)):
         engine = new_engine(
-            half_right, layout=layout_of(kinds, num_blocks), costs=costs, fixed_width=False
+            half_right, layout=layout_of(kinds, num_blocks), costs=CHEAP_FOR_TWO, fixed_width=False
         )
         rng = random.Random(3)
         requests = [
@@ -263,6 +268,50 @@ def test_what_waited_while_nothing_was_guessed_is_taken_in():
         assert without_cached(run(engine, requests)) == without_cached(expected)
         steps = engine.stats().steps
         assert 0 < len(engine.draft.num_proposed) < 0.8 * steps
+        assert_took_in(engine, requests, expected)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("last_step", [9, 20, 33, 1000])
+def test_whoever_finds_a_block_finds_what_the_draft_needs_of_it(depth, last_step):
+    """Requests end, or are given up, while tokens wait for the draft; others go on from there."""
+    # A window that no token leaves while it waits.
+    layout = dataclasses.replace(layout_of(), sliding_window=40)
+    engine = new_engine(half_right, layout=layout, depth=depth, costs=DEAR, fixed_width=False)
+    texts = {}
+    for seed in range(6):
+        prompt = prompt_of(9 + 4 * seed, seed)
+        number = engine.add_request(prompt, dataclasses.replace(GREEDY, max_tokens=30 + seed))
+        texts[number] = prompt
+    for _ in range(last_step):
+        for token in engine.step() if engine.has_work else ():
+            texts[token.request_id].append(token.token_id)
+    for number in texts:
+        engine.abort(number)
+    while engine.has_work:
+        engine.step()
+    assert not engine.draft.num_proposed
+    engine._speculation._costs = CHEAP  # the load is gone
+    for text in texts.values():
+        request = ([*text, 1], GREEDY)
+        outputs = run(engine, [request])
+        assert without_cached(outputs) == without_cached(run(new_engine(layout=layout), [request]))
+        # No more is missing than what waited, in blocks that were not full by then.
+        assert outputs[0][0][0][4] > len(text) - 16 - 2 * 4
+        assert_took_in(engine, [request], outputs)
+        engine.draft.seen.clear()
+    assert engine.draft.num_proposed
+
+
+def test_a_request_that_ends_under_load_costs_the_draft_nothing():
+    engine = new_engine(half_right, costs=DEAR, fixed_width=False)
+    run(
+        engine,
+        [([seed], dataclasses.replace(GREEDY, max_tokens=11 + 7 * seed)) for seed in range(6)],
+    )
+    # All prompts, of a token each, in one step; of each sixteen steps those that still run.
+    still_running = [sum(11 + 7 * seed >= 16 * k for seed in range(6)) for k in (1, 2)]
+    assert engine.draft.num_injected == [16 * count for count in still_running]
 
 
 def test_aborts_leave_the_others_alone():

@@ -120,6 +120,8 @@ class Speculation:
         # What the draft has still to take in, step by step.
         self._waiting: list[_Rows] = []
         self._may_wait = False
+        # Sequences that could guess, and that decode, when it was last not worth it.
+        self._refused: tuple[int, int] | None = None
 
     def choose_widths(
         self, requests: Sequence[Request], num_sequences: int, num_tokens: int
@@ -144,6 +146,8 @@ class Speculation:
 
     def observe(self, sampling: Sequence[ScheduledRequest], token_ids: Sequence[list[int]]) -> None:
         """Take in what verification has made of the guesses."""
+        if not any(item.request.draft_token_ids for item in sampling):
+            return
         for item, tokens in zip(sampling, token_ids, strict=True):
             width, num_accepted = item.num_drafts, len(tokens) - 1
             self._acceptance.observe(width, num_accepted, item.request.draft_survival)
@@ -198,7 +202,7 @@ class Speculation:
         self._waiting.append(self._standing(output, parts))
         drafting = [part for part in parts if part.has_sampled and _may_guess(part.request)]
         num_sampling = sum(part.has_sampled for part in parts)
-        guesses = bool(drafting) and self._is_worthwhile(len(drafting), num_sampling)
+        guesses = self._is_worthwhile(len(drafting), num_sampling)
         if guesses or not self._may_wait:
             ended = (part.request for part in parts)
             self._inject({id(r) for r in ended if r.status is RequestStatus.FINISHED})
@@ -209,8 +213,14 @@ class Speculation:
         self._draft_seconds += time.perf_counter() - started
 
     def _is_worthwhile(self, num_guessing: int, num_sequences: int) -> bool:
-        costs = self._costs
-        return costs is None or self._acceptance.is_worthwhile(num_guessing, num_sequences, costs)
+        if self._costs is None or not num_guessing:
+            return num_guessing > 0
+        load = num_guessing, num_sequences
+        if self._may_wait and load == self._refused:
+            return False  # asked again when the draft takes in what waits
+        guesses = self._acceptance.is_worthwhile(*load, self._costs)
+        self._refused = None if guesses else load
+        return guesses
 
     def _inject(self, just_ended: Collection[int]) -> None:
         """Let the draft take in all rows that wait, together."""

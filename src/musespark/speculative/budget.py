@@ -27,7 +27,7 @@ _PRIOR = 0.75
 _NEW, _FORGET = 0.04, 0.001
 # What guessing must bring to be worth it: times are measured with some noise, and guesses give the
 # scheduler and the sampler more to do.
-_MARGIN = 1.1
+_MARGIN = 1.15
 
 
 @dataclass(frozen=True, slots=True)

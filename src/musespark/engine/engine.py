@@ -266,13 +266,13 @@ class Engine:
         sampled = chosen.read()
         # Only now is it known that a GPU has finished: the sampled tokens are here.
         self._model_seconds += time.perf_counter() - started
+        if self._speculation is not None:
+            self._speculation.observe(sampling, sampled.token_ids)
+            self._speculation.before_commit(schedule)
         if not is_foreseen:
-            if self._speculation is not None:
-                self._speculation.before_commit(schedule)
             self._foresee(schedule, sampling)
         results = self._settle_all(sampling, sampled)
         if self._speculation is not None:
-            self._speculation.observe(sampling, sampled.token_ids)
             self._speculate(self._speculation, step, output, schedule, results)
         return results
 

@@ -1,8 +1,10 @@
 import pytest
 import torch
 from tests.ops.accuracy import BF16, F32, F64, randn
+from tests.ops.kernels.device import DEVICE, needs_kernels
 
 from musespark.moe.router import Router
+from musespark.ops.kernel_set import triton_kernels
 from musespark.testing import tiny_config
 
 CPU = torch.device("cpu")
@@ -43,6 +45,22 @@ def test_softmax_scoring():
     chosen = scores.gather(1, ids)
     expected = chosen / chosen.sum(-1, keepdim=True)
     assert torch.allclose(routing.weights.to(F64), expected, rtol=3e-6)
+
+
+@needs_kernels
+def test_packing_changes_the_way_and_not_the_choice(monkeypatch):
+    monkeypatch.setattr("musespark.moe.router.choose_kernels", lambda *_: triton_kernels())
+    router, _ = make_router()
+    router.to(DEVICE)
+    hidden = randn(65, 64, dtype=BF16).to(DEVICE)
+    before = router(hidden)
+    router.pack()
+    split: list[torch.Tensor] = []
+    monkeypatch.setattr("musespark.ops.router_gemm.split_weight", split.append)
+    after = router(hidden)
+    assert not split
+    assert torch.equal(after.ids, before.ids)
+    assert torch.equal(after.weights, before.weights)
 
 
 def test_padding_rows_go_nowhere():

@@ -1,6 +1,7 @@
 """Which experts a token goes to, and with what weights."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Router(nn.Module):
         super().__init__()
         wide = wide_dtype(dtype)
         experts, width = config.num_local_experts, config.hidden_size
-        self._route = choose_kernels(device, dtype).route
+        kernels = choose_kernels(device, dtype)
+        self._route, self._split = kernels.route, kernels.split_router_weight
         self.top_k = config.num_experts_per_tok
         self.scale = config.routed_scaling_factor
         self.scoring = config.scoring_func
@@ -46,6 +48,11 @@ class Router(nn.Module):
     def finish_loading(self) -> None:
         """Fold the output multiplier into the weight, once."""
         self.weight.data.mul_(self._output_multiplier)
+
+    def pack(self) -> None:
+        """Add the form of the weight that many tokens are multiplied with, where there is one."""
+        if self._split is not None:
+            self._route = partial(self._route, planes=self._split(self.weight))
 
     def count_load(self) -> Tensor:
         """Count, from now on, how often each expert is chosen.

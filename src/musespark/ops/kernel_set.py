@@ -29,6 +29,7 @@ from musespark.ops.residual_boundary import (
 )
 from musespark.ops.rms_norm import rms_norm, rms_norm_triton
 from musespark.ops.route_topk import route, route_triton
+from musespark.ops.router_gemm import split_weight
 from musespark.ops.sample_filter import filter_logits, filter_logits_triton
 from musespark.ops.silu_mul import silu_mul, silu_mul_triton
 from musespark.ops.soft_cap import soft_cap, soft_cap_triton
@@ -50,6 +51,8 @@ class KernelSet:
     attention_paged: Callable[..., Tensor]
     output_gate: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
+    split_router_weight: Callable[[Tensor], Tensor] | None
+    """Makes `planes` for `route`, once; None: it takes none."""
     group_by_expert: Callable[..., ExpertGroups]
     expert_finalize: Callable[..., Tensor]
     silu_mul: Callable[[Tensor], Tensor]
@@ -70,6 +73,7 @@ def torch_kernels() -> KernelSet:
         attention_paged=attention_paged,
         output_gate=output_gate,
         route=route,
+        split_router_weight=None,
         group_by_expert=group_by_expert,
         expert_finalize=expert_finalize,
         silu_mul=silu_mul,
@@ -91,6 +95,7 @@ def triton_kernels() -> KernelSet:
         attention_paged=attention_paged_triton,
         output_gate=output_gate_triton,
         route=route_triton,
+        split_router_weight=split_weight,
         group_by_expert=group_by_expert_triton,
         expert_finalize=expert_finalize_triton,
         silu_mul=silu_mul_triton,

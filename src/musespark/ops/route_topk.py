@@ -186,8 +186,9 @@ def route_triton(
     *,
     scoring: str = "sigmoid",
     padding: Tensor | None = None,
+    planes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`route` as two kernels."""
+    """`route` as two kernels; `planes` as for `router_gemm_triton`."""
     is_bfloat16 = x.dtype == torch.bfloat16
-    parts = router_gemm_triton(x, weight) if is_bfloat16 else router_gemm(x, weight)[None]
+    parts = router_gemm_triton(x, weight, planes) if is_bfloat16 else router_gemm(x, weight)[None]
     return route_topk_triton(parts, bias, top_k, scale, scoring=scoring, padding=padding)

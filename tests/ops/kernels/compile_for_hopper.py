@@ -211,10 +211,10 @@ def main() -> None:
     vars(hopper)["__triton_builtin__"] = True  # the compiler calls it
     vars(target_info)["current_target"] = hopper
     JITFunction.run = run
-    for tokens in (4, 2048):
+    for tokens in (4, 300, 2048):
         compile_rows(tokens)
     compile_rank_sums(tokens=4, ranks=8)
-    for tokens in (1, 32, 4096):
+    for tokens in (1, 32, 256, 4096):
         compile_routing(tokens)
     compile_products()
     for head_dim in (64, 128):

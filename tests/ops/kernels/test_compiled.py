@@ -45,11 +45,16 @@ def test_all_kernels_fit(kernels):
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
         # Some bytes may go to the stack of a program that fills all registers.
-        assert kernel["stack_bytes"] <= 64, kernel
+        assert kernel["stack_bytes"] <= 96, kernel
 
 
 def test_long_products_run_on_the_matrix_units(kernels):
-    for name in ("_router_gemm_kernel", "_prefill_kernel", "_skinny_kernel"):
+    for name in (
+        "_router_gemm_kernel",
+        "_router_planes_kernel",
+        "_prefill_kernel",
+        "_skinny_kernel",
+    ):
         assert all(kernel["uses_wgmma"] for kernel in of(kernels, name))
     assert all(kernel["uses_mma"] for kernel in of(kernels, "_decode_kernel"))
 
@@ -72,5 +77,6 @@ def test_kernels_that_are_launched_early_wait_for_their_inputs(kernels):
         "_rms_norm_kernel",
         "_route_kernel",
         "_router_gemm_kernel",
+        "_router_planes_kernel",
         "_skinny_kernel",
     }

@@ -8,7 +8,7 @@ from tests.ops.test_route_topk import expected_route
 
 from musespark.ops.expert_permute import group_by_expert, group_by_expert_triton
 from musespark.ops.route_topk import route_topk_triton, route_triton
-from musespark.ops.router_gemm import router_gemm_triton
+from musespark.ops.router_gemm import router_gemm_triton, split_weight
 
 pytestmark = needs_kernels
 
@@ -20,16 +20,27 @@ pytestmark = needs_kernels
         (1, 1, 16),
         (3, 8, 200),
         (17, 70, 64),
+        (65, 70, 72),
+        (513, 12, 64),
         *on_gpu((1, 256, 8192), (33, 256, 8192), (300, 100, 1000), (2048, 256, 8192)),
+        *on_gpu((129, 256, 8192), (512, 256, 8192), (1000, 300, 4104), (4096, 256, 8192)),
     ],
 )
 def test_product_is_as_exact_as_float32(tokens, experts, width):
     x = randn(tokens, width, dtype=BF16, seed=1)
-    weight = randn(experts, width, seed=2) * torch.logspace(-3, 1, experts)[:, None]
-    logits = router_gemm_triton(x.to(DEVICE), weight.to(DEVICE)).sum(0).cpu()
+    weight = (randn(experts, width, seed=2) * torch.logspace(-3, 1, experts)[:, None]).to(DEVICE)
+    logits = router_gemm_triton(x.to(DEVICE), weight, split_weight(weight)).sum(0).cpu()
+    weight = weight.cpu()
     exact = x.to(F64) @ weight.to(F64).T
     size = x.to(F64).abs() @ weight.to(F64).abs().T
     assert_within(logits, exact, 1e-6 * size)
+
+
+def test_planes_add_up_to_the_weight():
+    weight = randn(5, 300, seed=1) * torch.logspace(-6, 6, 5)[:, None]
+    planes = split_weight(weight)
+    assert planes.shape == (3, 5, 300)
+    assert torch.equal(planes.to(F64).sum(0), weight.to(F64))
 
 
 def check_choice(tokens, experts, top_k, scale, scoring, parts):

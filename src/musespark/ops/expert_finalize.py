@@ -25,6 +25,9 @@ from musespark.ops.triton_import import (
 
 # Of a multiprocessor's shared memory, for rows on their way.
 _FETCHED_BYTES = 192 * 1024
+# Up to so many tokens a multiprocessor, a program for each is faster than programs that take
+# several in turn.
+_TOKENS_AT_ONCE = 4
 # Bounds the float32 intermediate of one chunk to 128 MiB.
 _CHUNK_ELEMENTS = 32 * 2**20
 
@@ -103,6 +106,47 @@ def _norm(rows: Tensor, gain: Tensor, eps: float, variance_size: int | None) -> 
     return scaled * torch.rsqrt(mean_square + eps)
 
 
+@triton.jit
+def _finalize_token(
+    token,
+    rows_ptr,
+    weights_ptr,
+    index_ptr,
+    gain,
+    out_ptr,
+    width,
+    row_stride,
+    eps,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """A token's K rows are one tile, so that their K means cost one reduction.
+
+    Each thread holds the same columns of every row and sums over the routes by itself.
+    """
+    slot = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    route = tl.cast(token, tl.int64) * TOP_K + slot
+    index = tl.load(index_ptr + route, slot < TOP_K, other=-1).to(tl.int64)
+    weight = tl.load(weights_ptr + route, slot < TOP_K, other=0.0)
+    here = index >= 0
+    rows = tl.load(
+        rows_ptr + index[:, None] * row_stride + column[None, :],
+        here[:, None] & inside[None, :],
+        other=0.0,
+        eviction_policy=EVICTION,
+    )
+    scaled = rows.to(tl.float32) * gain[None, :]
+    factor = tl.rsqrt(tl.sum(scaled * scaled, axis=1) / width + eps)
+    factor = tl.where(here, weight * factor, 0.0)
+    total = tl.sum(scaled * factor[:, None], axis=0)
+    offset = tl.cast(token, tl.int64) * width + column
+    tl.store(out_ptr + offset, round_to(total, out_ptr.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _finalize_kernel(
     rows_ptr,
@@ -118,34 +162,26 @@ def _finalize_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    """Tokens program_id, program_id + num_programs, ... by one program.
+    """One token by each program; with STAGES, token program_id, program_id + num_programs, ...
 
-    A token's K rows are one tile, so that their K means cost one reduction; each thread holds the
-    same columns of every row and sums over the routes by itself. While one token is computed, the
-    rows of the next ones are on their way.
+    While one of those is computed, the rows of the next ones are on their way.
     """
-    slot = tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    gain = tl.load(gain_ptr + column, inside, other=0.0)
+    gain = tl.load(gain_ptr + column, column < width, other=0.0)
     wait_for_inputs()
-    for token in tl.range(tl.program_id(0), num_tokens, tl.num_programs(0), num_stages=STAGES):
-        route = tl.cast(token, tl.int64) * TOP_K + slot
-        index = tl.load(index_ptr + route, slot < TOP_K, other=-1).to(tl.int64)
-        weight = tl.load(weights_ptr + route, slot < TOP_K, other=0.0)
-        here = index >= 0
-        rows = tl.load(
-            rows_ptr + index[:, None] * row_stride + column[None, :],
-            here[:, None] & inside[None, :],
-            other=0.0,
-        )
-        scaled = rows.to(tl.float32) * gain[None, :]
-        factor = tl.rsqrt(tl.sum(scaled * scaled, axis=1) / width + eps)
-        factor = tl.where(here, weight * factor, 0.0)
-        total = tl.sum(scaled * factor[:, None], axis=0)
-        offset = tl.cast(token, tl.int64) * width + column
-        tl.store(out_ptr + offset, round_to(total, out_ptr.dtype.element_ty), inside)
+    if STAGES == 0:
+        _finalize_token(
+            tl.program_id(0), rows_ptr, weights_ptr, index_ptr, gain, out_ptr, width, row_stride,
+            eps, TOP_K, BLOCK_K, BLOCK, EVICTION,
+        )  # fmt: skip
+    else:
+        for token in tl.range(tl.program_id(0), num_tokens, tl.num_programs(0), num_stages=STAGES):
+            _finalize_token(
+                token, rows_ptr, weights_ptr, index_ptr, gain, out_ptr, width, row_stride,
+                eps, TOP_K, BLOCK_K, BLOCK, EVICTION,
+            )  # fmt: skip
 
 
 def expert_finalize_triton(
@@ -161,9 +197,15 @@ def expert_finalize_triton(
     assert route_weights.is_contiguous()
     assert route_index.is_contiguous()
     block, block_k = next_power_of_2(width), next_power_of_2(top_k)
-    tile_bytes = block * block_k * rows.element_size()
-    programs = num_multiprocessors(rows.device)
-    _finalize_kernel[(min(num_tokens, programs),)](
+    cores = num_multiprocessors(rows.device)
+    programs, warps, stages = num_tokens, block // 256, 0
+    if num_tokens > _TOKENS_AT_ONCE * cores:
+        # One tile is computed while others, in shared memory, are on their way.
+        tile_bytes = block * block_k * rows.element_size()
+        programs, warps, stages = cores, block // 512, 1 + min(2, _FETCHED_BYTES // tile_bytes)
+    elif num_tokens > cores:
+        warps = block // 1024  # several programs share a multiprocessor
+    _finalize_kernel[(programs,)](
         rows,
         route_weights,
         route_index,
@@ -176,9 +218,10 @@ def expert_finalize_triton(
         TOP_K=top_k,
         BLOCK_K=block_k,
         BLOCK=block,
-        # One tile is computed while others, in shared memory, are on their way.
-        STAGES=1 if num_tokens <= programs else 1 + min(2, _FETCHED_BYTES // tile_bytes),
-        num_warps=max(1, min(8, block // 256)),
+        STAGES=stages,
+        # Rows are read once; while they fit in the cache, the hint only costs.
+        EVICTION="evict_first" if num_tokens > cores else "",
+        num_warps=max(1, min(16, warps)),
         **launch_early(rows.device, num_tokens),
     )
     return out

@@ -113,6 +113,7 @@ def _boundary_kernel(
     HAS_WIDE_NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    STREAM_STORE: tl.constexpr,
 ):
     """Rows program_id, program_id + num_programs, ... by one program.
 
@@ -137,7 +138,7 @@ def _boundary_kernel(
             branch *= post_gain
         post = branch * tl.rsqrt(tl.sum(branch * branch) / width + post_eps)
         stream = alpha * stream + beta * post
-        tl.store(new_stream_ptr + offset, stream, inside)
+        tl.store(new_stream_ptr + offset, stream, inside, cache_modifier=STREAM_STORE)
         if HAS_PRE_NORM:
             normed = stream * tl.rsqrt(tl.sum(stream * stream) / width + pre_eps) * pre_gain
             tl.store(normed_ptr + offset, round_to(normed, normed_ptr.dtype.element_ty), inside)
@@ -187,6 +188,9 @@ def _launch_boundary(
         HAS_WIDE_NORMED=wide_normed is not None,
         BLOCK=block,
         STAGES=3 if is_pipelined else 1,
+        # Many rows of the stream are out of the cache before anybody reads them, so let them go
+        # first: on an H200 2048 rows take 58 instead of 61 us.
+        STREAM_STORE=".cs" if is_pipelined else "",
         # More threads wait longer for each other: on an H200 32 warps take 5.4 us for one row of
         # 8192 (8 warps: 4.6) and 68 us for 2048 rows (16 warps: 57).
         num_warps=min(16 if is_pipelined else 8, row_warps(block)),

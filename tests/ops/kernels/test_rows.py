@@ -86,7 +86,7 @@ def finalize_inputs(tokens, top_k, width, dtype, share_absent):
         (1, 8, 64),
         (5, 3, 33),
         (3, 8, 128),
-        *on_gpu((1, 8, 4096), (700, 8, 4096), (65, 6, 3000)),
+        *on_gpu((1, 8, 4096), (200, 8, 4096), (700, 8, 4096), (65, 6, 3000)),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, F32])

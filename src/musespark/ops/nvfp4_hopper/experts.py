@@ -47,7 +47,7 @@ TILINGS = (
     (1 / 16, Tiling(4, 1, (16,), (0,), stages=3, unroll=2)),
     (12, Tiling(4, 2, (16,), (0,), stages=4, settle=True)),
     (56, Tiling(8, 2, (16, 32, 32), (0, 0, 16), stages=3, settle=True)),
-    (float("inf"), Tiling(8, 2, (32, 64, 128, 128), (0, 0, 0, 32), stages=4)),
+    (float("inf"), Tiling(8, 2, (32, 64, 128, 128, 128), (0, 0, 0, 16, 32), stages=4)),
 )
 
 

@@ -56,7 +56,7 @@ from musespark.ops.residual_boundary import (
 from musespark.ops.rms_norm import rms_norm_triton
 from musespark.ops.rotary import rotary_angles
 from musespark.ops.route_topk import route_topk_triton, route_triton
-from musespark.ops.router_gemm import router_gemm_triton
+from musespark.ops.router_gemm import router_gemm_triton, split_weight
 from musespark.ops.silu_mul import silu_mul_triton
 from musespark.ops.soft_cap import soft_cap_triton
 from musespark.parallel.layout import ONE_PROCESS, Layout
@@ -225,19 +225,21 @@ def routing_cases(T: int) -> Iterator[Case]:
     """The router's product, choice and sort."""
     bias = 0.1 * torch.randn(E, device=DEVICE)
 
-    def router_inputs() -> tuple[Tensor, Tensor]:
-        return randn(T, D), randn(E, D, dtype=F32) / 90
+    def router_inputs() -> tuple[Tensor, Tensor, Tensor]:
+        weight = randn(E, D, dtype=F32) / 90
+        return randn(T, D), weight, split_weight(weight)
 
     def check_product() -> float:
-        x, weight = router_inputs()
-        return relative_error(router_gemm_triton(x, weight).sum(0), x.double() @ weight.double().T)
+        x, weight, planes = router_inputs()
+        exact = x.double() @ weight.double().T
+        return relative_error(router_gemm_triton(x, weight, planes).sum(0), exact)
 
     def make_product() -> Callable[[], Any]:
-        x, weight = router_inputs()
-        return lambda: router_gemm_triton(x, weight)
+        args = router_inputs()
+        return lambda: router_gemm_triton(*args)
 
     def make_cublas() -> Callable[[], Any]:
-        x, weight = router_inputs()
+        x, weight, _ = router_inputs()
         return lambda: x.to(F32) @ weight.T
 
     def make_topk() -> Callable[[], Any]:
@@ -245,8 +247,8 @@ def routing_cases(T: int) -> Iterator[Case]:
         return lambda: route_topk_triton(logits, bias, K, 1.0)
 
     def make_route() -> Callable[[], Any]:
-        x, weight = router_inputs()
-        return lambda: route_triton(x, weight, bias, K, 1.0)
+        x, weight, planes = router_inputs()
+        return lambda: route_triton(x, weight, bias, K, 1.0, planes=planes)
 
     def make_sort() -> Callable[[], Any]:
         ids = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices

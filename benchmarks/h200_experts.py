@@ -37,6 +37,7 @@ TARGETS = {
 ROTATIONS = {1: 8, 4: 4, 16: 2}
 NARROW, WIDE = ((16,), (0,)), ((16, 32, 32), (0, 0, 16))
 LARGE, CLASSES = ((128, 128), (0, 32)), ((32, 64, 128, 128), (0, 0, 0, 32))
+HALF = ((64, 128, 128, 128), (0, 0, 16, 32))
 FEW_TOKENS = [
     Tiling(4, 2, *NARROW, stages=3, unroll=2),
     Tiling(4, 2, *NARROW, stages=3, settle=True),
@@ -62,7 +63,8 @@ VARIANTS = {
     4096: [
         Tiling(8, 2, *LARGE, stages=4),
         Tiling(8, 2, *LARGE, stages=4, settle=True),
-        Tiling(8, 2, *CLASSES, stages=4, settle=True),
+        Tiling(8, 2, *CLASSES, stages=4),
+        Tiling(8, 2, *HALF, stages=4),
     ],
 }
 

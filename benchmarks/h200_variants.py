@@ -13,10 +13,12 @@ from typing import Any
 import h200
 import torch
 from h200 import BF16, DEVICE, F32, HEAD_DIM, HEADS, D, H, K, median_us, paged, randn
+from torch import Tensor
 
-from musespark.ops import attention_decode, attention_prefill, router_gemm, soft_cap
+from musespark.ops import attention_decode, attention_prefill, soft_cap
 from musespark.ops.expert_finalize import _finalize_kernel
 from musespark.ops.residual_boundary import _boundary_kernel
+from musespark.ops.router_gemm import _router_planes_kernel, split_weight
 
 Variant = tuple[str, Callable[[], Any]]
 
@@ -25,48 +27,67 @@ def boundary(T: int) -> Iterator[Variant]:
     stream, branch = randn(T, D, dtype=F32), randn(T, D)
     alpha, beta, post, pre = (torch.rand(D, device=DEVICE) for _ in range(4))
     new_stream, normed = torch.empty_like(stream), torch.empty_like(branch)
-    for warps, stages, programs in product((8, 16, 32), (1, 2, 3, 4), (T, 132, 264)):
+    for warps, stages, programs, store in product(
+        (8, 16, 32), (1, 2, 3, 4), (T, 132, 264), ("", ".cs")
+    ):
         if (stages == 1) != (programs == T) or programs > T:
             continue
 
-        def run(warps: int = warps, stages: int = stages, programs: int = programs) -> None:
+        def run(
+            warps: int = warps, stages: int = stages, programs: int = programs, store: str = store
+        ) -> None:
             _boundary_kernel[(programs,)](
                 stream, branch, alpha, beta, post, pre, new_stream, normed, None, T, D, D,
                 1e-8, 1e-5, HAS_POST_GAIN=True, HAS_PRE_NORM=True, HAS_WIDE_NORMED=False,
-                BLOCK=D, STAGES=stages, num_warps=warps,
+                BLOCK=D, STAGES=stages, STREAM_STORE=store, num_warps=warps,
             )  # fmt: skip
 
-        yield f"warps {warps} stages {stages} programs {programs}", run
+        yield f"warps {warps} stages {stages} programs {programs} store {store}", run
 
 
 def finalize(T: int) -> Iterator[Variant]:
     rows, weights = randn(T * K, H), torch.rand(T, K, device=DEVICE)
     index = torch.randperm(T * K, device=DEVICE).view(T, K)
     gain, out = torch.rand(H, device=DEVICE), torch.empty(T, H, device=DEVICE, dtype=BF16)
-    for warps, stages, programs in product((8, 16), (1, 2, 3, 4), (T, 132, 264)):
-        if (stages == 1) != (programs == T) or programs > T:
+    for warps, stages, programs, eviction in product(
+        (4, 8, 16), (0, 2, 3, 4), (T, 132, 264), ("", "evict_first")
+    ):
+        if (stages == 0) != (programs == T) or programs > T:
             continue
 
-        def run(warps: int = warps, stages: int = stages, programs: int = programs) -> None:
+        def run(
+            warps: int = warps,
+            stages: int = stages,
+            programs: int = programs,
+            eviction: str = eviction,
+        ) -> None:
             _finalize_kernel[(programs,)](
                 rows, weights, index, gain, out, T, H, H, 1e-8, TOP_K=K, BLOCK_K=8, BLOCK=H,
-                STAGES=stages, num_warps=warps,
+                STAGES=stages, EVICTION=eviction, num_warps=warps,
             )  # fmt: skip
 
-        yield f"warps {warps} stages {stages} programs {programs}", run
+        yield f"warps {warps} stages {stages} programs {programs} {eviction}", run
 
 
 def router(T: int) -> Iterator[Variant]:
-    x, weight = randn(T, D), randn(h200.E, D, dtype=F32) / 90
-    for block_t, parts, block_d in product((16, 64, 128), (1, 4, 8, 16, 32), (64, 128)):
+    x, planes = randn(T, D), split_weight(randn(h200.E, D, dtype=F32) / 90)
+    for block, programs, stages in product((64, 128), (128, 256), (2, 3)):
+        tiles = -(-h200.E // block), -(-T // block)
+        parts = max(1, programs // (tiles[0] * tiles[1]))
+        out = torch.empty((parts, T, h200.E), device=DEVICE, dtype=F32)
 
-        def run(tiling: tuple[int, int, int] = (block_t, parts, block_d)) -> None:
-            chosen = router_gemm._tiling
-            router_gemm._tiling = lambda *_: tiling
-            router_gemm.router_gemm_triton(x, weight)
-            router_gemm._tiling = chosen
+        def run(
+            grid: tuple[int, int, int] = (*tiles, parts),
+            out: Tensor = out,
+            block: int = block,
+            stages: int = stages,
+        ) -> None:
+            _router_planes_kernel[grid](
+                x, planes, out, T, h200.E, D, D, D // grid[2], BLOCK=block, BLOCK_D=64,
+                STAGES=stages, IN_FLOAT32=False, num_warps=block // 16,
+            )  # fmt: skip
 
-        yield f"tokens {block_t} parts {parts} depth {block_d}", run
+        yield f"block {block} parts {parts} stages {stages}", run
 
 
 def decode(T: int) -> Iterator[Variant]:
@@ -127,8 +148,8 @@ def cap(T: int) -> Iterator[Variant]:
 
 KERNELS: dict[str, tuple[Callable[[int], Iterator[Variant]], tuple[int, ...]]] = {
     "boundary": (boundary, (1, 2048)),
-    "finalize": (finalize, (1, 2048)),
-    "router": (router, (1, 256, 4096)),
+    "finalize": (finalize, (64, 256, 2048)),
+    "router": (router, (256, 1024, 4096)),
     "decode": (decode, (1, 16)),
     "prefill": (prefill, (4096,)),
     "soft_cap": (cap, (64,)),

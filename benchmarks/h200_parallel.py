@@ -239,6 +239,7 @@ def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
             if isinstance(module, Router):  # alike on all ranks
                 dist.broadcast(module.weight.data, 0)
                 dist.broadcast(module.e_score_correction_bias.data, 0)
+                module.pack()
         for T in SIZES:
             # Replicas have requests of their own: so many tokens are all of theirs together.
             here = T // parallelism.data_parallel_size

@@ -33,7 +33,9 @@ class Router(nn.Module):
         wide = wide_dtype(dtype)
         experts, width = config.num_local_experts, config.hidden_size
         kernels = choose_kernels(device, dtype)
-        self._route, self._split = kernels.route, kernels.split_router_weight
+        self._route = kernels.route
+        # Only bfloat16 is multiplied with a weight in parts.
+        self._split = kernels.split_router_weight if dtype == torch.bfloat16 else None
         self.top_k = config.num_experts_per_tok
         self.scale = config.routed_scaling_factor
         self.scoring = config.scoring_func

@@ -27,7 +27,7 @@ from musespark.ops.triton_import import (
     wait_for_inputs,
 )
 
-# Up to so many, splitting the weight takes less time than reading three planes.
+# Up to so many, splitting the weight on the way takes no longer than reading three planes of it.
 _FEW_TOKENS = 64
 _BLOCK_E, _BLOCK_D = 64, 64
 

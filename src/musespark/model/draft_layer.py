@@ -146,6 +146,8 @@ class DraftAttention(nn.Module):
         self.head_dim, self.scale = config.head_dim, config.attention_scale
         self.eps = config.rms_norm_eps
         self._norms_qk = config.use_qk_norm
+        heads = choose_kernels(device, dtype, config.head_dim)
+        self._qk_norm_rope_write = heads.qk_norm_rope_write
         hidden, q_size = config.hidden_size, self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         self.pre_qkv_proj_norm = DraftNorm(
@@ -198,13 +200,21 @@ class DraftAttention(nn.Module):
             return lambda out, gates: (out * gates.to(wide).sigmoid()).to(out.dtype)
         return lambda out, _: out
 
-    def keys_and_values(
-        self, hidden_states: Tensor, angles: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Those of the context: [T, D], normed -> twice [T, kv_heads, head_dim]."""
+    def write_context(
+        self,
+        hidden_states: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        slot_mapping: Tensor,
+        cache: LayerCache,
+    ) -> None:
+        """Put the keys and values of context [T, D], normed, into the cache's rows [T]."""
         kv = self.kv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        if self._norms_qk:  # one kernel, for no queries
+            self._qk_norm_rope_write(kv, 0, self.eps, angles, cache.key, cache.value, slot_mapping)
+            return
         key, value = kv.split(self.num_kv_heads, dim=1)
-        return self._norm_and_rotate(key, angles), value
+        key = self._norm_and_rotate(key, angles)
+        kv_write(key, value, cache.key, cache.value, slot_mapping)
 
     def _norm_and_rotate(self, heads: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         if self._norms_qk:
@@ -312,8 +322,7 @@ class DraftLayer(nn.Module):
     ) -> None:
         """Put the context's keys and values [T, D] into the cache's rows [T]."""
         normed = self.self_attn.pre_qkv_proj_norm(hidden_states)
-        key, value = self.self_attn.keys_and_values(normed, angles)
-        kv_write(key, value, cache.key, cache.value, slot_mapping)
+        self.self_attn.write_context(normed, angles, slot_mapping, cache)
 
     def forward(
         self,

@@ -16,7 +16,7 @@ pytestmark = needs_kernels
 
 FP8 = torch.float8_e4m3fn
 # (tokens, query heads, key heads, head_dim)
-SHAPES = [(0, 2, 1, 16), (1, 1, 1, 2), (3, 4, 2, 16), (2, 18, 17, 32), (2, 8, 1, 64)]
+SHAPES = [(6, 0, 2, 32), (0, 2, 1, 16), (1, 1, 1, 2), (3, 4, 2, 16), (2, 18, 17, 32), (2, 8, 1, 64)]
 LARGE = on_gpu((1, 128, 16, 64), (77, 128, 16, 64), (33, 24, 3, 128), (5, 7, 7, 32))
 BLOCK_SIZE = 4
 

@@ -11,7 +11,7 @@ import torch
 from tests.model.test_kernel_decoder import BLOCK_SIZE, BLOCKS, make_batch, new_caches
 from tests.ops.kernels.device import DEVICE, needs_kernels
 
-from musespark.engine.cuda_graph import SIZES, DecodeGraphs
+from musespark.engine.cuda_graph import DecodeGraphs
 from musespark.engine.executor import InProcessExecutor
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.trial_steps import record_decode_steps
@@ -19,6 +19,7 @@ from musespark.llm.loading import load_decoder
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec
 from musespark.ops import kernel_set
+from musespark.ops.graph_recorder import SIZES
 from musespark.testing.checkpoints import make_checkpoint
 
 pytestmark = needs_kernels

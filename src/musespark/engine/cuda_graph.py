@@ -22,10 +22,7 @@ from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, LayerCache
 from musespark.ops.attention_paged import SequencesOnDevice
-from musespark.ops.graph_recorder import CudaRecorder, Recorder
-
-# Up to 16 the next power of two, then the next multiple of 16; larger batches run as they are.
-SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder
 
 
 class DecodeGraphs:

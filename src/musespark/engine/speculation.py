@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from musespark.engine.executor import StepOutput
 from musespark.engine.request import Request, RequestStatus
 from musespark.engine.sampler import Guesses, Sampler, may_differ
 from musespark.engine.scheduler import ScheduledRequest
+from musespark.engine.transfers import Readback, send
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.draft import DraftContext, PagedContext
 from musespark.speculative.budget import Acceptance, StepCosts, choose_widths
@@ -258,7 +260,7 @@ class Speculation:
             for part in parts
             for row in range(starts[part.place], starts[part.place] + part.num_kept)
         ]
-        return rows.take(torch.tensor(kept, dtype=torch.int64).to(batch.positions.device))
+        return rows.take(send(np.array(kept, dtype=np.int64), batch.positions.device))
 
     def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
         requests = [part.request for part in drafting]
@@ -270,7 +272,7 @@ class Speculation:
             [request.output_token_ids[-1] for request in requests],
             [request.num_computed_tokens for request in requests],
         ]
-        places, anchors, lengths = torch.tensor(numbers, dtype=torch.int64).to(device)
+        places, anchors, lengths = send(np.array(numbers, dtype=np.int64), device)
         guess = self._proposer.propose(
             anchors,
             draft_context(batch, places, lengths),
@@ -280,11 +282,11 @@ class Speculation:
         self._hand_out(requests, guess)
 
     def _hand_out(self, requests: Sequence[Request], guess: Guess) -> None:
-        token_ids = guess.token_ids.tolist()
-        if guess.confidences is None:
-            survival = [self._acceptance.survival] * len(requests)
-        else:
-            survival = guess.confidences.cumprod(dim=-1).tolist()
+        wanted = [guess.token_ids]
+        if guess.confidences is not None:
+            wanted.append(guess.confidences.cumprod(dim=-1))
+        token_ids, *rest = Readback(*wanted).lists()
+        survival = rest[0] if rest else [self._acceptance.survival] * len(requests)
         for row, request in enumerate(requests):
             request.draft_token_ids = _up_to_end(request, token_ids[row])
             request.draft_survival = survival[row][: len(request.draft_token_ids)]

@@ -2,11 +2,11 @@
 
 import math
 
-from musespark.engine.cuda_graph import SIZES
 from musespark.engine.executor import Executor, StepOutput
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.prefix_cache import first_visible_block
 from musespark.engine.step_plan import GroupPlan, StepPlan
+from musespark.ops.graph_recorder import SIZES
 
 # Tokens of each sequence that are in the cache already.
 _CONTEXT = 256

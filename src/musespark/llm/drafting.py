@@ -27,6 +27,7 @@ from musespark.model.decoder import Decoder
 from musespark.model.draft import DraftDecoder
 from musespark.model.draft_cache import draft_bytes_per_block
 from musespark.model.kv_cache import KVCacheSpec, kv_cache_dtype
+from musespark.ops.graph_recorder import SIZES
 from musespark.speculative.budget import StepCosts
 from musespark.speculative.costs import cached_costs, measure_costs
 from musespark.speculative.proposer import DraftProposer
@@ -124,6 +125,8 @@ def make_speculation(
     if not executor.in_lockstep:  # where a step needs other engines, which may not measure now
         key = _cost_key(chosen, decoder, spec, config)
         trial = _Trial(proposer, executor, layout, chosen.num_tokens)
+        if config.records_graphs_first and proposer.records_guesses:
+            trial.record(config)
         costs = cached_costs(cache_folder() / "speculation", key, lambda: trial.measure(config))
     return Speculation(
         proposer,
@@ -167,6 +170,12 @@ class _Trial:
         self._proposer, self._num_tokens = proposer, num_tokens
         self._steps = TrialSteps(executor, layout, 1 + num_tokens)
         self._last: StepOutput | None = None
+
+    def record(self, config: EngineConfig) -> None:
+        """Guess once for each number of sequences that has a graph of its own."""
+        most = min(config.max_num_seqs, config.max_num_batched_tokens)
+        for count in sorted({min(size, most) for size in SIZES}, reverse=True):
+            self._guess(count)
 
     def measure(self, config: EngineConfig) -> StepCosts:
         """Time 1, 2, 4, ... sequences, as many as the settings allow."""

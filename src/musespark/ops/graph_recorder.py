@@ -6,6 +6,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+"""Rows that a step is padded to; a step of more runs as it is."""
+
 Result = TypeVar("Result")
 
 

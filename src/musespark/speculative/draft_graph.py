@@ -15,11 +15,9 @@ from torch import Tensor
 from musespark.config.model import DecoderConfig
 from musespark.model.draft import DraftContext, DraftDecoder, PagedContext
 from musespark.model.kv_cache import KVCacheSpec
-from musespark.ops.graph_recorder import CudaRecorder, Recorder
+from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder
 from musespark.speculative.draw import DrawSettings
 from musespark.speculative.guess import Guess
-
-SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 
 Propose = Callable[[Tensor, DraftContext, int, DrawSettings | None], Guess]
 

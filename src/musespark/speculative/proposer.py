@@ -93,6 +93,11 @@ class DraftProposer:
             self._graphs = DraftGraphs(self._guess, draft, target, spec, recorder=recorder)
 
     @property
+    def records_guesses(self) -> bool:
+        """Whether guesses run as graphs, which are recorded when their size first comes."""
+        return self._graphs is not None
+
+    @property
     def tap_layers(self) -> tuple[int, ...]:
         return self._draft.config.target_layer_ids
 

@@ -155,6 +155,12 @@ def stage_weights(
     return parts
 
 
+def split_router_bytes(config: DecoderConfig, stage: Stage) -> int:
+    """Bytes of the routers once more, as three bfloat16 planes (`ops/router_gemm.py`)."""
+    sparse = sum(layer.mlp == "sparse" for layer in stage.layers)
+    return 3 * 2 * sparse * config.num_local_experts * config.hidden_size
+
+
 def total_weights(config: DecoderConfig, weight_bytes: int = 2) -> Counter[str]:
     """Bytes of the whole decoder's weights, by part."""
     layout = Layout(Parallelism())
@@ -244,6 +250,8 @@ def plan_memory(
     plans = []
     for stage in layout.stages(config):
         weights = stage_weights(config, layout, stage, workload.weight_bytes)
+        if on_gpu and workload.weight_bytes == 2:
+            weights["router, split"] = split_router_bytes(config, stage)
         kv_full, kv_sliding = stage_cache(config, layout, stage, workload)
         free = device.memory_bytes - runtime - weights.total()
         budget = min(int(free * workload.gpu_memory_utilization), free - activations - graphs)

@@ -95,6 +95,23 @@ def test_a_dear_first_row_does_not_hide_the_cheap_ones_behind_it():
     assert choose_widths(survival, 1, 1, JUMP) == [5]
 
 
+def test_a_step_is_filled_up_to_a_round_number_of_tokens():
+    def total(likely, num_sequences=4):
+        survival = [[0.9] * count + [0.01] * (20 - count) for count in likely]
+        costs = costs_of(lambda n: 1.0 + n / 25, num_guesses=20)
+        widths = choose_widths(survival, num_sequences, num_sequences, costs)
+        return sum(widths) + num_sequences
+
+    assert total([3, 3, 3, 1]) == 14  # any number, as long as they are few
+    assert total([4, 4, 4, 3]) == 24
+    assert total([5, 5, 5, 5]) == 24
+    assert total([6, 5, 5, 5]) == 32
+    assert total([0, 0, 0, 0]) == 4
+    assert total([0] * 19, num_sequences=19) == 19  # not for its own sake
+    survival = [[0.9] * 5] * 3 + [[]]
+    assert choose_widths(survival, 4, 4, FLAT) == [5, 5, 5, 0]  # nothing is left to fill it with
+
+
 @given(st.lists(chances, max_size=6), st.integers(0, 20), st.sampled_from([RISING, FLAT, JUMP]))
 def test_a_decision_does_not_depend_on_what_comes_later(survival, extra, costs):
     num = len(survival) + extra + 1
@@ -115,7 +132,8 @@ def test_a_decision_does_not_depend_on_what_comes_later(survival, extra, costs):
             assert choose_widths(other, num, num, costs)[place] == width
 
 
-@given(st.lists(chances, max_size=5))
+# So few that no step is filled up to a round number of tokens.
+@given(st.lists(chances, max_size=2))
 def test_no_other_uniform_number_of_rows_is_faster_on_a_convex_curve(survival):
     num = len(survival) + 1
     widths = choose_widths(survival, num, num, RISING)

@@ -66,6 +66,10 @@ class Proposal:
     from a draft without a confidence head."""
 
 
+# Setting up a product of a new shape takes longer than the product.
+_ROUND_ROWS = 16
+
+
 def _most_likely(_place: int, logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
@@ -241,8 +245,11 @@ class DraftDecoder(nn.Module):
             sliding_slots: likewise, with the target's sliding layers.
             caches: of the draft's layers, written.
         """
+        # Rows of padding, which are not written, so that there are products of a few shapes only.
+        padding = -len(positions) % _ROUND_ROWS
+        features = F.pad(features, (0, 0, 0, padding))
         context = self.hidden_norm(self.fc(features))
-        angles = self._angles(positions)
+        angles = self._angles(F.pad(positions, (0, padding)))
         layers = cast("list[DraftLayer]", list(self.layers))
         for layer, kind, pages_full, cache in zip(
             layers, self.config.layers, self._pages_full, caches, strict=True

@@ -8,8 +8,8 @@ verified; where each token adds to it, only likely ones are; and with a large ba
 Which guesses are verified may depend on the tokens before them and not on themselves or later ones:
 otherwise the tokens that come out would not be distributed as the target has them. Two rules see to
 that. Guesses are taken in order of how likely they are to stay, which falls along each request, up
-to the first that does not pay. And whether to guess at all is decided before, by what past guesses
-have brought.
+to the first that does not pay, or to a round number of tokens behind it. And whether to guess at
+all is decided before, by what past guesses have brought.
 """
 
 from bisect import bisect_left
@@ -28,6 +28,8 @@ _NEW, _FORGET = 0.04, 0.001
 # What guessing must bring to be worth it: times are measured with some noise, and guesses give the
 # scheduler and the sampler more to do.
 _MARGIN = 1.15
+# Tokens of a step that may be any number, and what larger numbers are multiples of.
+_MOST_ODD, _ROUND = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class StepCosts:
 def choose_widths(
     survival: Sequence[Sequence[float]], num_sequences: int, num_tokens: int, costs: StepCosts
 ) -> list[int]:
-    """How many of each request's guesses to verify, for the most tokens per second.
+    """How many of each request's guesses to verify: for the most tokens per second, and then some
+    that fill the step up to a round number of tokens.
 
     Args:
         survival: of each request's guesses, how likely each is to stay; falls along a request.
@@ -86,14 +89,22 @@ def choose_widths(
     hull = _hull(costs.verify_curve(num_sequences, num_tokens))
     widths = [0] * len(survival)
     tokens, seconds = float(num_sequences), hull[0][1]
+    pays = True
     for count, (place, index) in enumerate(places, start=1):
         more = tokens + survival[place][index]
         longer = _interpolate(hull, num_tokens + count)
-        if more * seconds <= tokens * longer:
+        pays = pays and more * seconds > tokens * longer
+        if not pays and (count == 1 or _is_round(num_tokens + count - 1)):
             break
         widths[place] += 1
         tokens, seconds = more, longer
     return widths
+
+
+def _is_round(num_tokens: int) -> bool:
+    """Whether a step of so many tokens is one of a few kinds. On a CPU the first step of a size
+    takes half as long again, since its products are set up; GPUs have graphs of some sizes only."""
+    return num_tokens <= _MOST_ODD or num_tokens % _ROUND == 0
 
 
 class Acceptance:

@@ -3,7 +3,6 @@
 On a GPU tests/gpu runs real graphs.
 """
 
-from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
@@ -11,15 +10,16 @@ import torch
 from tests.model.test_kernel_decoder import BLOCK_SIZE, BLOCKS, make_batch, new_caches
 from tests.ops.kernels.device import DEVICE, needs_kernels
 
-from musespark.engine.cuda_graph import DecodeGraphs
+from musespark.engine import cuda_graph
+from musespark.engine.cuda_graph import StepGraphs
 from musespark.engine.executor import InProcessExecutor
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.engine.trial_steps import record_decode_steps
+from musespark.engine.trial_steps import record_small_steps
 from musespark.llm.loading import load_decoder
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec
 from musespark.ops import kernel_set
-from musespark.ops.graph_recorder import SIZES
+from musespark.ops.graph_recorder import SIZES, padded_size
 from musespark.testing.checkpoints import make_checkpoint
 
 pytestmark = needs_kernels
@@ -43,27 +43,20 @@ def _records_anything(monkeypatch):
 
 
 class CallsAgain:
-    """A `Recorder` whose graphs fill the tensors of the first call, as a graph does."""
+    """A `Recorder` whose graphs compute again, into the tensors that the first call returned."""
 
     def __init__(self):
         self.num_recorded = 0
 
     def record(self, forward):
         self.num_recorded += 1
-        logits, taps = forward()
-        assert bool(logits.isfinite().all())
-
-        def replay():
-            again, taps_again = forward()
-            logits.copy_(again)
-            for mine, other in zip(taps, taps_again, strict=True):
-                mine.copy_(other)
-
-        return replay, (logits, taps)
+        results = forward()
+        assert bool(results[0].isfinite().all())
+        return forward, results
 
 
 def new_graphs(decoder, caches, recorder, max_rows=6):
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         decoder, caches, SPEC, tap_layers=TAPS, max_rows=max_rows, recorder=recorder
     )
     # In these batches the tables of sliding layers are whole.
@@ -71,7 +64,10 @@ def new_graphs(decoder, caches, recorder, max_rows=6):
     return graphs
 
 
-STEPS = [([1, 1, 1], [9, 14, 3]), ([1, 4, 2], [12, 11, 7]), ([3, 2], [9, 14]), ([1], [7])]
+STEPS = [
+    ([1, 1, 1], [9, 14, 3]), ([1, 4, 2], [12, 11, 7]), ([3, 2], [9, 14]), ([1, 11], [5, 14]),
+    ([1], [7]),
+]  # fmt: skip
 
 
 def test_a_graph_does_what_the_steps_do(decoder):
@@ -94,17 +90,18 @@ def test_a_graph_does_what_the_steps_do(decoder):
     rows = torch.tensor([0], device=DEVICE)
     wanted, _ = graphs.run(replace(batch, logit_rows=rows))
     assert torch.allclose(wanted, logits[rows], atol=1e-4)
-    # Sizes 1 and 4 for plain steps, 8 for those that verify.
-    assert recorder.num_recorded == 3
+    # Sizes 1 and 4 for plain steps; 8 for those that verify, 16 for one that reads a prompt.
+    assert recorder.num_recorded == 4
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_num_tokens", "most_rows"), [(50, 2048, 1), (64, 2048, 6), (3, 8, 4)]
+    ("max_num_seqs", "max_num_tokens", "num_blocks"),
+    [(50, 2048, BLOCKS), (64, 64, BLOCKS), (3, 2048, BLOCKS), (1, 2048, 9), (1, 1, BLOCKS)],
 )
-def test_every_size_is_recorded_ahead(decoder, max_num_seqs, max_num_tokens, most_rows):
+def test_every_size_is_recorded_ahead(decoder, max_num_seqs, max_num_tokens, num_blocks):
     recorder = CallsAgain()
-    graphs = new_graphs(decoder, new_caches(decoder), recorder, max_rows=most_rows)
-    layout = CacheLayout(BLOCK_SIZE, BLOCKS, BLOCKS, decoder.config.sliding_window)
+    graphs = new_graphs(decoder, new_caches(decoder), recorder)
+    layout = CacheLayout(BLOCK_SIZE, num_blocks, num_blocks, decoder.config.sliding_window)
     kinds = set()
 
     class Runner:
@@ -112,27 +109,32 @@ def test_every_size_is_recorded_ahead(decoder, max_num_seqs, max_num_tokens, mos
 
         def run(self, batch):
             assert graphs.accepts(batch)
-            assert batch.query_start[-1] <= max_num_tokens
-            is_plain = len(batch.seq_lens) == batch.query_start[-1]
-            kinds.add((SIZES[bisect_left(SIZES, batch.query_start[-1])], is_plain))
-            return torch.empty(batch.query_start[-1], 1, device=DEVICE), ()
+            tokens = batch.query_start[-1]
+            assert tokens <= max_num_tokens
+            kinds.add((padded_size(tokens), len(batch.seq_lens) == tokens))
+            return torch.empty(tokens, 1, device=DEVICE), ()
 
     executor = InProcessExecutor(Runner(), layout, max_num_seqs, with_masks=False)
-    record_decode_steps(executor, layout, max_num_seqs, max_num_tokens, most_rows)
-    most_verified = min(max_num_seqs, max_num_tokens // most_rows, SIZES[-1] // most_rows)
-    for tokens, is_plain in [(n, True) for n in range(1, max_num_seqs + 1)] + [
-        (n, False) for n in range(2, most_verified * most_rows + 1) if most_rows > 1
-    ]:
-        assert (SIZES[bisect_left(SIZES, tokens)], is_plain) in kinds
+    record_small_steps(executor, layout, max_num_seqs, max_num_tokens)
+    for tokens in range(1, min(max_num_seqs, max_num_tokens) + 1):
+        assert (padded_size(tokens), True) in kinds
+    # A prompt may be as long as the cache.
+    most = min(SIZES[-1], max_num_tokens, max_num_seqs * num_blocks * BLOCK_SIZE)
+    for tokens in range(2, most + 1):
+        assert (padded_size(tokens), False) in kinds, tokens
 
 
-def test_other_steps_are_left_alone(decoder):
+def test_other_steps_are_left_alone(decoder, monkeypatch):
     graphs = new_graphs(decoder, new_caches(decoder), CallsAgain(), max_rows=4)
-    assert graphs.accepts(make_batch([1, 4], [9, 14]))
-    assert not graphs.accepts(make_batch([1, 5], [9, 14]))  # a prompt's chunk
+    assert graphs.accepts(make_batch([1, 5], [9, 14]))  # a prompt's chunk
+    monkeypatch.setattr(cuda_graph, "_SHORT", 8)
+    assert graphs.accepts(make_batch([1, 4], [9, 14]))  # guesses
+    assert not graphs.accepts(make_batch([1, 5], [9, 14]))
     assert not new_graphs(decoder, new_caches(decoder), CallsAgain(), max_rows=1).accepts(
         make_batch([1, 2], [9, 14])
     )
     wide = make_batch([1, 4], [9, 14])
     graphs._full_table = graphs._full_table[:, :1]
     assert not graphs.accepts(wide)
+    monkeypatch.setattr(cuda_graph, "SIZES", (1, 2, 4))
+    assert not graphs.accepts(make_batch([1, 4], [3, 4]))

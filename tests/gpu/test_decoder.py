@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from musespark import LLM, SamplingParams
-from musespark.engine.cuda_graph import DecodeGraphs
+from musespark.engine.cuda_graph import StepGraphs
 from musespark.llm.loading import load_decoder
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.kv_cache import KVCacheSpec, allocate_kv_cache
@@ -137,7 +137,7 @@ def test_a_graph_does_what_the_step_does(folder, seq_lens):
     batch = decode_batch(seq_lens, device)
     caches, graph_caches = new_caches(), new_caches()
     # Tables of sliding layers begin at the window; here they are whole, so the graph's must be.
-    graphs = DecodeGraphs(decoder, graph_caches, spec, tap_layers=(-1, 2))
+    graphs = StepGraphs(decoder, graph_caches, spec, tap_layers=(-1, 2))
     graphs._sliding_table = graphs._full_table.clone()
     assert graphs.accepts(batch)
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_graphs_leave_other_steps_alone(folder):
     decoder.pack()
     spec = KVCacheSpec(BLOCK_SIZE, BLOCKS, BLOCKS)
     caches = allocate_kv_cache(decoder.config, spec, dtype=torch.bfloat16, device=device)
-    graphs = DecodeGraphs(decoder, caches, spec)
+    graphs = StepGraphs(decoder, caches, spec)
     batch = decode_batch([9, 9], device)
     assert graphs.accepts(batch)
-    assert not graphs.accepts(replace(batch, num_decodes=1))
+    assert not graphs.accepts(replace(batch, num_decodes=1, seq_lens=(9, 5000)))

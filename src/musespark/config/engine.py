@@ -61,7 +61,7 @@ class EngineConfig(Parallelism):
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
     records_graphs_first: bool = field(default=False, metadata={"flag": False})
-    """Record all sizes of decode steps as CUDA graphs before the first request, so that none waits
+    """Record all sizes of small steps as CUDA graphs before the first request, so that none waits
     while another size is recorded. For servers; what runs once and ends records what it needs."""
     executor: ExecutorKind = "multiprocess"
     """What starts the processes that share a model: multiprocess (on this machine) or ray (on a Ray

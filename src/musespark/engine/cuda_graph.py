@@ -1,16 +1,15 @@
-"""Decode steps as CUDA graphs: one launch instead of some thousand.
+"""Steps of few tokens as CUDA graphs: one launch instead of some thousand.
 
 A graph repeats the same launches on the same memory, so it is recorded once per batch size, and
 each step copies its inputs to where the graph reads them. Batches are padded to the next recorded
 size. A padding row has no keys (length 0), writes none (slot -1) and goes to no expert.
 
-There are two kinds. In a plain step each sequence has one row. Where sequences verify guesses, each
-has as many rows as it has guesses, and one more; how the rows are shared out is an input of the
-graph, so that one graph serves all steps with as many rows. The rows of padding belong to a last
-sequence without keys.
+There are two kinds. In a plain step each sequence has one row. In any other, some have more:
+guesses to verify, or the tokens of a prompt. How the rows are shared out is an input of the graph,
+so that one graph serves all steps with as many rows. The rows of padding belong to a last sequence
+without keys.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,11 +21,15 @@ from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, LayerCache
 from musespark.ops.attention_paged import SequencesOnDevice
-from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder
+from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder, padded_size
+
+# Keys of a sequence that one program reads in a row. Plain steps spread longer ones over several,
+# and so do steps without a graph.
+_SHORT = 4096
 
 
-class DecodeGraphs:
-    """Records decode steps when their size first comes, and repeats them afterwards."""
+class StepGraphs:
+    """Records steps when their size first comes, and repeats them afterwards."""
 
     def __init__(
         self,
@@ -44,24 +47,28 @@ class DecodeGraphs:
         self._max_rows = max_rows
         size, config = spec.block_size, decoder.config
         longest = -(-config.max_position_embeddings // size)
-        window = -(-(config.sliding_window + max_rows) // size) + 1
+        window = -(-(config.sliding_window + SIZES[-1]) // size) + 1
         # One table for all sizes: a smaller batch uses its first rows.
         self._full_table = self._new_table(min(spec.num_full_blocks, longest))
         self._sliding_table = self._new_table(min(spec.num_sliding_blocks, window))
         # Asked once: the answer takes a walk through all modules.
         self._recordable = frozenset(size for size in SIZES if decoder.can_record(size))
         self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._results: dict[int, Tensor] = {}
         self._recorder = recorder or CudaRecorder(decoder.device)
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        """Whether the batch's sequences decode, with few new tokens each, and fit the tables.
+        """Whether the batch is small, of sequences that decode, verify or are short, and fits the
+        tables.
 
         Alike on all ranks of a replica, so that they record and repeat the same collectives.
         """
         starts = batch.query_start
-        if not starts[-1] <= SIZES[-1] or not (_is_plain(batch) or self._verifies(batch)):
+        if starts[-1] > SIZES[-1]:
             return False
-        if SIZES[bisect_left(SIZES, starts[-1])] not in self._recordable:
+        if not (_is_plain(batch) or self._verifies(batch) or max(batch.seq_lens) <= _SHORT):
+            return False
+        if padded_size(starts[-1]) not in self._recordable:
             return False
         return all(
             metadata is None or metadata.block_table.shape[1] <= table.shape[1]
@@ -75,7 +82,7 @@ class DecodeGraphs:
     def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(logits [N, V] of the wanted rows, taps [T, D]), valid until the next step."""
         count = batch.token_ids.shape[0]
-        kind = SIZES[bisect_left(SIZES, count)], _is_plain(batch)
+        kind = padded_size(count), _is_plain(batch)
         if kind not in self._graphs:
             self._graphs[kind] = self._record(*kind, batch)
         graph = self._graphs[kind]
@@ -131,10 +138,21 @@ class DecodeGraphs:
 
         def forward() -> tuple[Tensor, tuple[Tensor, ...]]:
             padded = replace(batch, padding=row >= numbers.num_tokens)
-            return self._decoder.forward_with_taps(padded, self._caches, self._tap_layers)
+            logits, taps = self._decoder.forward_with_taps(padded, self._caches, self._tap_layers)
+            # All sizes share these: logits of a large vocabulary take hundreds of megabytes.
+            logits, *copies = (self._kept(place, x) for place, x in enumerate((logits, *taps)))
+            return logits, tuple(copies)
 
         replay, (logits, taps) = self._recorder.record(forward)
         return _Graph(replay, batch, numbers, logits, taps)
+
+    def _kept(self, place: int, result: Tensor) -> Tensor:
+        """A copy of [size, ...] in memory that outlives the graph's own."""
+        if not len(result):
+            return result
+        if place not in self._results:
+            self._results[place] = result.new_empty((SIZES[-1], *result.shape[1:]))
+        return self._results[place][: len(result)].copy_(result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from musespark.engine.cuda_graph import DecodeGraphs
+from musespark.engine.cuda_graph import StepGraphs
 from musespark.model.batch import ForwardBatch
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, allocate_kv_cache
@@ -34,12 +34,10 @@ class ModelRunner:
             device=decoder.device,
             layout=decoder.layout,
         )
-        # Decode steps run as graphs where there are graphs, and nothing asks the device midway.
+        # Small steps run as graphs where there are graphs, and nothing asks the device midway.
         can_record = decoder.device.type == "cuda" and not decoder.waits_for_device
         self._graphs = (
-            DecodeGraphs(
-                decoder, self._caches, spec, tap_layers=self._tap_layers, max_rows=max_rows
-            )
+            StepGraphs(decoder, self._caches, spec, tap_layers=self._tap_layers, max_rows=max_rows)
             if can_record
             else None
         )
@@ -56,7 +54,7 @@ class ModelRunner:
 
     @property
     def records_steps(self) -> bool:
-        """Whether decode steps run as graphs, which are recorded when their size first comes."""
+        """Whether small steps run as graphs, which are recorded when their size first comes."""
         return self._graphs is not None
 
     def run(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -1,12 +1,10 @@
 """Steps that mean nothing, run before there are requests: to record them, to see what they take."""
 
-import math
-
 from musespark.engine.executor import Executor, StepOutput
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.prefix_cache import first_visible_block
 from musespark.engine.step_plan import GroupPlan, StepPlan
-from musespark.ops.graph_recorder import SIZES
+from musespark.ops.graph_recorder import SIZES, padded_size
 
 # Tokens of each sequence that are in the cache already.
 _CONTEXT = 256
@@ -50,28 +48,31 @@ class TrialSteps:
         return self._executor.collect()
 
 
-def record_decode_steps(
-    executor: Executor, layout: CacheLayout, max_num_seqs: int, max_num_tokens: int, most_rows: int
+def record_small_steps(
+    executor: Executor, layout: CacheLayout, max_num_seqs: int, max_num_tokens: int
 ) -> None:
-    """Run every size of decode step once, so that executors which record steps have done so.
+    """Run every size of small step once, so that executors which record steps have done so.
 
     Args:
         executor: has run nothing else yet.
         layout: its cache.
         max_num_seqs: sequences of a step at most.
         max_num_tokens: tokens of a step at most.
-        most_rows: new tokens of a sequence at most: 1, or more where guesses are verified.
     """
-    kinds: set[tuple[int, int]] = set()
-    for size in SIZES:
-        for rows in {1, min(size, most_rows)}:
-            most = min(max_num_seqs, max_num_tokens // rows)
-            kinds.add((min(size // rows, most), rows))
-    steps = TrialSteps(executor, layout, most_rows)
+    pools = [n for n in (layout.num_full_blocks, layout.num_sliding_blocks) if n]
+    longest = min(min(pools) * layout.block_size, SIZES[-1])
+    steps = TrialSteps(executor, layout, longest)
     # The largest first: smaller ones find room in its memory.
-    for count, rows in sorted(kinds, key=math.prod, reverse=True):
-        if count:
-            steps.run(count, rows)
+    for size in reversed(SIZES):
+        plain = min(size, max_num_seqs, max_num_tokens)
+        if padded_size(plain) == size:
+            steps.run(plain, 1)
+        for rows in range(2, min(size, longest) + 1):
+            count = size // rows
+            fits = count <= max_num_seqs and count * rows <= max_num_tokens
+            if fits and padded_size(count * rows) == size:
+                steps.run(count, rows)
+                break
 
 
 def _group(num_sequences: int, first: int, last: int) -> GroupPlan:

@@ -22,7 +22,7 @@ from musespark.engine.grammar import GrammarCompiler, has_grammar_library
 from musespark.engine.inputs import InputBuilder
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner, OneByOneRunner
-from musespark.engine.trial_steps import record_decode_steps
+from musespark.engine.trial_steps import record_small_steps
 from musespark.executor.distributed import DriverExecutor, accept_ranks, connect_to_driver, follow
 from musespark.executor.rank import Driver, Follower
 from musespark.executor.world import Place, World
@@ -180,10 +180,7 @@ def _driver(
         )
         end = leading.end
     if config.records_graphs_first and runner.records_steps:
-        most_rows = 1 if share.draft is None else 1 + share.draft.num_tokens
-        record_decode_steps(
-            executor, layout, config.max_num_seqs, config.max_num_batched_tokens, most_rows
-        )
+        record_small_steps(executor, layout, config.max_num_seqs, config.max_num_batched_tokens)
     speculation = None
     if share.draft is not None and draft is not None:
         speculation = make_speculation(

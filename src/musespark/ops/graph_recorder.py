@@ -1,5 +1,6 @@
 """Recording launches as a CUDA graph, which repeats them on the same memory with one launch."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -10,6 +11,11 @@ SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 """Rows that a step is padded to; a step of more runs as it is."""
 
 Result = TypeVar("Result")
+
+
+def padded_size(num_rows: int) -> int:
+    """The smallest of `SIZES` that holds so many rows, which must not be more than the last."""
+    return SIZES[bisect_left(SIZES, num_rows)]
 
 
 class Recorder(Protocol):

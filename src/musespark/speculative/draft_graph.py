@@ -5,7 +5,6 @@ context. A draft layer without a window would gather a table as long as the long
 be, so only drafts whose layers all have windows are recorded.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from musespark.config.model import DecoderConfig
 from musespark.model.draft import DraftContext, DraftDecoder, PagedContext
 from musespark.model.kv_cache import KVCacheSpec
-from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder
+from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder, padded_size
 from musespark.speculative.draw import DrawSettings
 from musespark.speculative.guess import Guess
 
@@ -64,7 +63,7 @@ class DraftGraphs:
     ) -> Guess:
         """As for `Proposer.propose`."""
         count = len(anchor_ids)
-        size = SIZES[bisect_left(SIZES, count)]
+        size = padded_size(count)
         kind = size, num_tokens, None if settings is None else settings.has_filters
         if kind not in self._graphs:
             self._graphs[kind] = self._record(size, num_tokens, context, settings)

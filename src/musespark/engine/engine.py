@@ -323,19 +323,19 @@ class Engine:
     ) -> None:
         """Let the draft take in what stands of a step, and guess what follows."""
         places = {id(item.request): place for place, item in enumerate(step.schedule)}
-        counts = Counter((token.request_id, token.output_index) for token in results)
+        counts: Counter[tuple[int, int]] = Counter()
+        if any(item.num_drafts for item in schedule):
+            counts.update((token.request_id, token.output_index) for token in results)
         parts = []
-        for item in schedule:
-            request = item.request
-            # The last of the new tokens is sampled, and was not run.
-            num_new = counts[request.request_id, request.index]
-            num_kept = item.num_new_tokens - item.num_drafts + max(0, num_new - 1)
-            parts.append(StepPart(request, places[id(request)], num_kept, num_new > 0))
+        for request, num_kept, num_drafts, samples in schedule:
+            if num_drafts:
+                # The last of the new tokens is sampled, and was not run.
+                num_kept += counts[request.request_id, request.index] - 1 - num_drafts
+            parts.append(StepPart(request, places[id(request)], num_kept, samples))
         speculation.follow(output, parts, self._sampler)
         started = max(step.started, self._last_collected)
         self._last_collected = time.perf_counter()
-        seconds = self._last_collected - started
-        speculation.count_time(schedule, len(counts), len(results), seconds)
+        speculation.count_time(schedule, len(results), self._last_collected - started)
 
     def _still_wanted(self, step: _Step, logits: Tensor) -> tuple[list[ScheduledRequest], Tensor]:
         """A step without the requests that were aborted while it was under way."""

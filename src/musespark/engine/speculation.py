@@ -79,26 +79,25 @@ class _Rows:
     owners: list[tuple[Request, int, int]]
     """(request, how many times it had been started, its rows), in order."""
 
-    def still_held(self, just_ended: Collection[int]) -> "_Rows":
-        """Without rows whose blocks may be another's by now; those of the requests `just_ended`,
-        by id, are nobody's yet."""
-        held = [
-            request.num_starts == starts
-            and (request.status is RequestStatus.RUNNING or id(request) in just_ended)
-            for request, starts, _ in self.owners
-        ]
-        if all(held):
-            return self
-        mask = [
-            is_held
-            for is_held, (_, _, count) in zip(held, self.owners, strict=True)
-            for _ in range(count)
-        ]
-        index = torch.tensor(mask, dtype=torch.bool).nonzero()[:, 0].to(self.positions.device)
-        return self.take(index)
+    @classmethod
+    def joined(cls, parts: "Sequence[_Rows]") -> "_Rows":
+        """Those of several steps, at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        full, sliding = (
+            None if slots[0] is None else torch.cat(slots)
+            for slots in zip(*(part.slots for part in parts), strict=True)
+        )
+        return cls(
+            torch.cat([part.features for part in parts]),
+            torch.cat([part.positions for part in parts]),
+            (full, sliding),
+            [owner for part in parts for owner in part.owners],
+        )
 
-    def take(self, index: Tensor) -> "_Rows":
+    def take(self, rows: Sequence[int] | np.ndarray) -> "_Rows":
         """Some of the rows, whose owners then no longer count."""
+        index = send(np.asarray(rows, dtype=np.int64), self.positions.device)
         full, sliding = (None if s is None else s.index_select(0, index) for s in self.slots)
         features = self.features.index_select(0, index)
         return _Rows(features, self.positions.index_select(0, index), (full, sliding), self.owners)
@@ -162,17 +161,14 @@ class Speculation:
                 self._accepted_at[index] += index < num_accepted
 
     def count_time(
-        self,
-        schedule: Sequence[ScheduledRequest],
-        num_sampling: int,
-        num_new_tokens: int,
-        seconds: float,
+        self, schedule: Sequence[ScheduledRequest], num_new_tokens: int, seconds: float
     ) -> None:
-        """Compare a step that took `seconds`, for `num_new_tokens` tokens of `num_sampling`
-        sequences, with how long those would have taken one by one."""
+        """Compare a step that took `seconds`, for `num_new_tokens` tokens, with how long those
+        would have taken one by one."""
         num_drafts = sum(item.num_drafts for item in schedule)
         costs = self._settings.costs
-        if num_drafts and num_sampling and costs is not None:
+        if num_drafts and costs is not None:
+            num_sampling = sum(item.samples for item in schedule)
             num_tokens = sum(item.num_new_tokens for item in schedule) - num_drafts
             plain = costs.plain_seconds(num_tokens)
             self._saved_seconds += num_new_tokens / num_sampling * plain - seconds
@@ -225,24 +221,22 @@ class Speculation:
         return guesses
 
     def _inject(self, just_ended: Collection[int]) -> None:
-        """Let the draft take in all rows that wait, together."""
-        for request in {request for each in self._waiting for request, _, _ in each.owners}:
+        """Let the draft take in all rows that wait, together.
+
+        But for those whose blocks may be another's by now; blocks of the requests `just_ended`, by
+        id, are nobody's yet.
+        """
+        rows, self._waiting = _Rows.joined(self._waiting), []
+        held, counts = [], []
+        for request, starts, count in rows.owners:
             request.num_waiting_tokens = 0
-        rows = [each.still_held(just_ended) for each in self._waiting]
-        self._waiting = []
-
-        def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-            tensors = [part for part in parts if part is not None]
-            if len(tensors) < 2:
-                return tensors[0] if tensors else None
-            return torch.cat(tensors)
-
-        positions = joined([each.positions for each in rows])
-        if positions is None or not len(positions):
-            return
-        features = torch.cat([each.features for each in rows])
-        full, sliding = (joined([each.slots[kind] for each in rows]) for kind in (0, 1))
-        self._proposer.inject(features, positions, full, sliding)
+            is_there = request.status is RequestStatus.RUNNING or id(request) in just_ended
+            held.append(is_there and request.num_starts == starts)
+            counts.append(count)
+        if not all(held):
+            rows = rows.take(np.flatnonzero(np.repeat(held, counts)))
+        if len(rows.positions):
+            self._proposer.inject(rows.features, rows.positions, *rows.slots)
 
     def _standing(self, output: StepOutput, parts: Sequence[StepPart]) -> _Rows:
         """The rows of a step that stand."""
@@ -260,7 +254,7 @@ class Speculation:
             for part in parts
             for row in range(starts[part.place], starts[part.place] + part.num_kept)
         ]
-        return rows.take(send(np.array(kept, dtype=np.int64), batch.positions.device))
+        return rows.take(kept)
 
     def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
         requests = [part.request for part in drafting]

@@ -224,7 +224,11 @@ class DraftDecoder(nn.Module):
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         """What `inject` reads of tokens: [T, taps * D_target] in the compute dtype, of one stream
         [T, D_target] per entry of `target_layer_ids`, in its order."""
-        return torch.cat(list(taps), dim=-1).to(self.dtype)
+        num_tokens, width = taps[0].shape
+        features = taps[0].new_empty((num_tokens, len(taps), width), dtype=self.dtype)
+        for place, tap in enumerate(taps):
+            features[:, place].copy_(tap)
+        return features.flatten(1)
 
     @torch.inference_mode()
     def inject(

@@ -55,10 +55,8 @@ class CallsAgain:
         return forward, results
 
 
-def new_graphs(decoder, caches, recorder, max_rows=6):
-    graphs = StepGraphs(
-        decoder, caches, SPEC, tap_layers=TAPS, max_rows=max_rows, recorder=recorder
-    )
+def new_graphs(decoder, caches, recorder):
+    graphs = StepGraphs(decoder, caches, SPEC, tap_layers=TAPS, recorder=recorder)
     # In these batches the tables of sliding layers are whole.
     graphs._sliding_table = graphs._full_table.clone()
     return graphs
@@ -125,16 +123,11 @@ def test_every_size_is_recorded_ahead(decoder, max_num_seqs, max_num_tokens, num
 
 
 def test_other_steps_are_left_alone(decoder, monkeypatch):
-    graphs = new_graphs(decoder, new_caches(decoder), CallsAgain(), max_rows=4)
-    assert graphs.accepts(make_batch([1, 5], [9, 14]))  # a prompt's chunk
-    monkeypatch.setattr(cuda_graph, "_SHORT", 8)
-    assert graphs.accepts(make_batch([1, 4], [9, 14]))  # guesses
-    assert not graphs.accepts(make_batch([1, 5], [9, 14]))
-    assert not new_graphs(decoder, new_caches(decoder), CallsAgain(), max_rows=1).accepts(
-        make_batch([1, 2], [9, 14])
-    )
-    wide = make_batch([1, 4], [9, 14])
-    graphs._full_table = graphs._full_table[:, :1]
-    assert not graphs.accepts(wide)
+    graphs = new_graphs(decoder, new_caches(decoder), CallsAgain())
+    batch = make_batch([1, 4], [9, 14])
+    assert graphs.accepts(batch)
     monkeypatch.setattr(cuda_graph, "SIZES", (1, 2, 4))
-    assert not graphs.accepts(make_batch([1, 4], [3, 4]))
+    assert not graphs.accepts(batch)
+    monkeypatch.undo()
+    graphs._full_table = graphs._full_table[:, :1]
+    assert not graphs.accepts(batch)

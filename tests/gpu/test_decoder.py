@@ -168,4 +168,5 @@ def test_graphs_leave_other_steps_alone(folder):
     graphs = StepGraphs(decoder, caches, spec)
     batch = decode_batch([9, 9], device)
     assert graphs.accepts(batch)
-    assert not graphs.accepts(replace(batch, num_decodes=1, seq_lens=(9, 5000)))
+    assert graphs.accepts(replace(batch, num_decodes=1))
+    assert not graphs.accepts(replace(batch, query_start=(0, 1, 300)))

@@ -4,15 +4,14 @@ A graph repeats the same launches on the same memory, so it is recorded once per
 each step copies its inputs to where the graph reads them. Batches are padded to the next recorded
 size. A padding row has no keys (length 0), writes none (slot -1) and goes to no expert.
 
-There are two kinds. In a plain step each sequence has one row. In any other, some have more:
-guesses to verify, or the tokens of a prompt. How the rows are shared out is an input of the graph,
-so that one graph serves all steps with as many rows. The rows of padding belong to a last sequence
-without keys.
+There are two kinds. In a plain step each sequence decodes one row. In any other, some have more:
+guesses to verify, or the tokens of a prompt. How the rows are shared out, and how many sequences
+decode, are inputs of the graph, so that one graph serves all steps with as many rows. The rows of
+padding belong to a last sequence without keys.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,10 +21,6 @@ from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, LayerCache
 from musespark.ops.attention_paged import SequencesOnDevice
 from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder, padded_size
-
-# Keys of a sequence that one program reads in a row. Plain steps spread longer ones over several,
-# and so do steps without a graph.
-_SHORT = 4096
 
 
 class StepGraphs:
@@ -38,13 +33,10 @@ class StepGraphs:
         spec: KVCacheSpec,
         *,
         tap_layers: Sequence[int] = (),
-        max_rows: int = 1,
         recorder: Recorder | None = None,
     ) -> None:
-        """`max_rows`: new tokens of a sequence that verifies guesses, at most. `recorder`: None
-        records CUDA graphs."""
+        """`recorder`: None records CUDA graphs."""
         self._decoder, self._caches, self._tap_layers = decoder, caches, tap_layers
-        self._max_rows = max_rows
         size, config = spec.block_size, decoder.config
         longest = -(-config.max_position_embeddings // size)
         window = -(-(config.sliding_window + SIZES[-1]) // size) + 1
@@ -58,17 +50,12 @@ class StepGraphs:
         self._recorder = recorder or CudaRecorder(decoder.device)
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        """Whether the batch is small, of sequences that decode, verify or are short, and fits the
-        tables.
+        """Whether the batch is small, and fits the tables.
 
         Alike on all ranks of a replica, so that they record and repeat the same collectives.
         """
-        starts = batch.query_start
-        if starts[-1] > SIZES[-1]:
-            return False
-        if not (_is_plain(batch) or self._verifies(batch) or max(batch.seq_lens) <= _SHORT):
-            return False
-        if padded_size(starts[-1]) not in self._recordable:
+        num_tokens = batch.query_start[-1]
+        if num_tokens > SIZES[-1] or padded_size(num_tokens) not in self._recordable:
             return False
         return all(
             metadata is None or metadata.block_table.shape[1] <= table.shape[1]
@@ -94,11 +81,6 @@ class StepGraphs:
             return logits, taps
         return logits.index_select(0, rows), taps
 
-    def _verifies(self, batch: ForwardBatch) -> bool:
-        starts = batch.query_start
-        most = max((later - start for start, later in pairwise(starts)), default=0)
-        return 1 < most <= self._max_rows
-
     def _new_table(self, width: int) -> Tensor:
         shape = (SIZES[-1], width)
         return torch.zeros(shape, dtype=torch.int32, device=self._decoder.device)
@@ -107,7 +89,7 @@ class StepGraphs:
         """A graph of `size` rows, recorded while all of them are padding."""
         device = self._decoder.device
         numbers = _Numbers.empty(size, device)
-        numbers.load((), (0,), (), ())
+        numbers.load((), (0,), 0, (), ())
 
         def metadata(there: bool, table: Tensor, key_start: Tensor) -> AttentionMetadata | None:
             if not there:
@@ -118,12 +100,21 @@ class StepGraphs:
                 slot_mapping=torch.full((size,), -1, dtype=torch.int64, device=device),
                 decode_table=table[:0],
                 decode_mask=table[:0],
-                on_device=SequencesOnDevice(query_start, numbers.seq_lens, key_start),
+                on_device=sequences(key_start),
             )
 
-        query_start = numbers.query_start
-        if is_plain:
-            query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        def sequences(key_start: Tensor) -> SequencesOnDevice:
+            if is_plain:
+                each = torch.arange(size + 1, dtype=torch.int32, device=device)
+                return SequencesOnDevice(each, numbers.seq_lens, key_start)
+            return SequencesOnDevice(
+                numbers.query_start,
+                numbers.seq_lens,
+                key_start,
+                numbers.num_decodes,
+                numbers.decode_lens,
+            )
+
         batch = ForwardBatch(
             token_ids=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),
@@ -160,9 +151,11 @@ class _Numbers:
     """What a graph of S rows reads of its sequences, at most as many as rows; sent together."""
 
     all: Tensor
-    """[4 * S + 2] int32: the fields below, one after the other."""
+    """[5 * S + 3] int32: the fields below, one after the other."""
     seq_lens: Tensor
     """[S]."""
+    decode_lens: Tensor
+    """[S] the same of sequences that decode, 0 of others."""
     full_start: Tensor
     """[S] key_start of the full layers."""
     sliding_start: Tensor
@@ -171,16 +164,19 @@ class _Numbers:
     """[S + 1]."""
     num_tokens: Tensor
     """[1] rows that are no padding."""
+    num_decodes: Tensor
+    """[1] sequences that decode."""
 
     @classmethod
     def empty(cls, size: int, device: torch.device) -> "_Numbers":
-        numbers = torch.zeros(4 * size + 2, dtype=torch.int32, device=device)
-        return cls(numbers, *numbers.split((size, size, size, size + 1, 1)))
+        numbers = torch.zeros(5 * size + 3, dtype=torch.int32, device=device)
+        return cls(numbers, *numbers.split((size, size, size, size, size + 1, 1, 1)))
 
     def load(
         self,
         seq_lens: Sequence[int],
         query_start: Sequence[int],
+        num_decodes: int,
         full_start: Sequence[int],
         sliding_start: Sequence[int],
     ) -> None:
@@ -188,10 +184,10 @@ class _Numbers:
         size, num_tokens = len(self.seq_lens), query_start[-1]
         missing = size - len(seq_lens)
         values: list[int] = []
-        for given in (seq_lens, full_start, sliding_start):
+        for given in (seq_lens, seq_lens[:num_decodes], full_start, sliding_start):
             values += [*given, *[0] * (size - len(given))]
         # Sequences that are missing have no rows, but the last has all rows of padding.
-        values += [*query_start[:-1], *[num_tokens] * missing, size, num_tokens]
+        values += [*query_start[:-1], *[num_tokens] * missing, size, num_tokens, num_decodes]
         on_gpu = self.all.is_cuda
         self.all.copy_(
             torch.tensor(values, dtype=torch.int32, pin_memory=on_gpu), non_blocking=on_gpu
@@ -226,6 +222,7 @@ class _Graph:
         self.numbers.load(
             batch.seq_lens,
             batch.query_start,
+            batch.num_decodes,
             () if full is None else full.key_start,
             () if sliding is None else sliding.key_start,
         )

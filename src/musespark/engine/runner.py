@@ -21,10 +21,8 @@ class ModelRunner:
         spec: KVCacheSpec,
         *,
         tap_layers: Sequence[int] = (),
-        max_rows: int = 1,
     ) -> None:
-        """`tap_layers`: as for `Decoder.forward_with_taps`; what `run` hands out. `max_rows`: new
-        tokens of a sequence that verifies guesses, at most."""
+        """`tap_layers`: as for `Decoder.forward_with_taps`; what `run` hands out."""
         self._decoder, self._block_size = decoder, spec.block_size
         self._tap_layers = tuple(tap_layers)
         self._caches = allocate_kv_cache(
@@ -37,7 +35,7 @@ class ModelRunner:
         # Small steps run as graphs where there are graphs, and nothing asks the device midway.
         can_record = decoder.device.type == "cuda" and not decoder.waits_for_device
         self._graphs = (
-            StepGraphs(decoder, self._caches, spec, tap_layers=self._tap_layers, max_rows=max_rows)
+            StepGraphs(decoder, self._caches, spec, tap_layers=self._tap_layers)
             if can_record
             else None
         )

@@ -139,8 +139,7 @@ def build_part(
     expert_load = ExpertLoad(decoder.layers) if config.expert_load_metrics else None
     tap_layers = () if chosen is None else chosen.config.target_layer_ids
     kind = OneByOneRunner if config.batch_invariant else ModelRunner
-    max_rows = 1 if chosen is None else 1 + chosen.num_tokens
-    runner = kind(decoder, plan.spec, tap_layers=tap_layers, max_rows=max_rows)
+    runner = kind(decoder, plan.spec, tap_layers=tap_layers)
     share = _Share(folder, decoder, chosen, plan, runner, expert_load)
     if followers is not None:
         return _driver(share, draft, config, followers)

@@ -30,6 +30,10 @@ class SequencesOnDevice:
     """[B] int32 tokens of each sequence including this step's; 0 on a row that is padding."""
     key_start: Tensor
     """[B] int32 position of the first key in each sequence's first block of the table."""
+    num_decodes: Tensor | None = None
+    """[1] int32 how many of the sequences decode, where the host does not know; they come first."""
+    decode_lens: Tensor | None = None
+    """[B] int32 `seq_lens` of those, 0 of all others; where there is `num_decodes`."""
 
 
 def sequences_on_device(
@@ -144,6 +148,24 @@ def attention_paged_triton(
     on_device = sequences.on_device
     assert on_device is not None
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if on_device.num_decodes is not None:
+        assert on_device.decode_lens is not None
+        where = sequences.block_table, on_device.key_start, on_device.decode_lens
+        attention_decode_triton(query, key_cache, value_cache, *where, scale, window, out=out)
+        attention_prefill_triton(
+            query,
+            key_cache,
+            value_cache,
+            sequences.block_table,
+            on_device.query_start,
+            on_device.key_start,
+            on_device.seq_lens,
+            scale,
+            window,
+            first_sequence=on_device.num_decodes,
+            out=out,
+        )
+        return out if gate is None else output_gate_triton(out, gate, gate_eps, out=out)
     decodes = sequences.num_decodes
     if decodes:
         attention_decode_triton(

@@ -239,6 +239,7 @@ def _attend_from(
         "query_start_ptr",
         "key_start_ptr",
         "seq_lens_ptr",
+        "first_ptr",
     ],
 )
 def _prefill_kernel(
@@ -250,6 +251,7 @@ def _prefill_kernel(
     key_start_ptr,
     seq_lens_ptr,
     out_ptr,
+    first_ptr,
     first_sequence,
     num_sequences,
     query_stride,
@@ -274,6 +276,8 @@ def _prefill_kernel(
     """
     run = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
+    if first_ptr is not None:
+        first_sequence = tl.load(first_ptr)
     first_token = tl.load(query_start_ptr + first_sequence)
     low, high = first_sequence, num_sequences
     while high - low > 1:
@@ -331,7 +335,7 @@ def attention_prefill_triton(
     scale: float,
     window: int | None = None,
     *,
-    first_sequence: int = 0,
+    first_sequence: int | Tensor = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of the new tokens of many sequences over the paged cache, in one launch.
@@ -346,7 +350,8 @@ def attention_prefill_triton(
         seq_lens: [B] int32 tokens of each sequence, the new ones included.
         scale: multiplies the scores before the softmax.
         window: keys a query sees, its own included; None: all up to its own.
-        first_sequence: sequences before it, one token each, are left out.
+        first_sequence: sequences before it, one token each, are left out; a number, or [1] int32
+            where only the device knows it.
         out: [T, heads, head_dim] to write to.
 
     Returns:
@@ -357,7 +362,9 @@ def attention_prefill_triton(
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     num_sequences = seq_lens.shape[0]
-    if num_sequences == first_sequence:
+    first_on_device = first_sequence if isinstance(first_sequence, Tensor) else None
+    first = 0 if isinstance(first_sequence, Tensor) else first_sequence
+    if num_sequences == first:
         return out
     assert head_dim == next_power_of_2(head_dim)
     assert query.stride()[1:] == (head_dim, 1)
@@ -369,7 +376,7 @@ def attention_prefill_triton(
     in_float32 = dot_in_float32(query.dtype)
     rows = 16 if in_float32 else _BLOCK_ROWS
     block_t = max(1, rows // block_g)
-    runs = (num_tokens - first_sequence) // block_t + num_sequences - first_sequence
+    runs = (num_tokens - first) // block_t + num_sequences - first
     _prefill_kernel[(runs, num_kv_heads)](
         query,
         key_cache,
@@ -379,7 +386,8 @@ def attention_prefill_triton(
         key_start,
         seq_lens,
         out,
-        first_sequence,
+        first_on_device,
+        first,
         num_sequences,
         query.stride(0),
         block_table.stride(0),

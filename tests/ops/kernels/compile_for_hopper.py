@@ -189,9 +189,11 @@ def compile_heads(head_dim: int, cache_dtype: torch.dtype) -> None:
         attention_decode.attention_decode_triton(
             query, cache, cache, table, starts[:16], starts[:16], 0.1, window, gate=gate
         )
-        attention_prefill.attention_prefill_triton(
-            query, cache, cache, table, starts, starts[:16], starts[:16], 0.1, window
-        )
+        for first in (0, starts[:1]):
+            attention_prefill.attention_prefill_triton(
+                query, cache, cache, table, starts, starts[:16], starts[:16], 0.1, window,
+                first_sequence=first,
+            )  # fmt: skip
 
 
 def hopper() -> GPUTarget:

@@ -5,9 +5,11 @@
 1. Tokens: greedy replies to held-out questions of all tasks, in float32, with and without the
    draft; how many are equal, tokens per cycle, and how often each position of a guess is right.
 2. Speed: the same requests with and without the draft in one process, in turn, at several batch
-   sizes, each request to its end. A round's figure is the ratio of the two rates; a batch size's,
-   the median over rounds. With `--width fixed` all guesses are verified; with `pays`, as many as
-   pay by the times that are measured at the start.
+   sizes, each request to its end. Each side has them twice in a round, one first and last, the
+   other in between, since whoever comes first with new sizes of steps sets them up for both. A
+   round's figure is the ratio of the two rates; a batch size's, the median over rounds. With
+   `--width fixed` all guesses are verified; with `pays`, as many as pay by the times that are
+   measured at the start.
 
 A random draft knows nothing: it shows that tokens stay the same and what guessing costs.
 """
@@ -77,13 +79,16 @@ def compare_speed(plain: LLM, guessing: LLM, size: int, rounds: int) -> dict[str
     sides = {"plain": plain, "draft": guessing}
     for turn in range(rounds + 1):
         prompts = questions(plain, size, seed=100 + turn)
-        order = ["plain", "draft"] if turn % 2 else ["draft", "plain"]
-        for name in order:
+        outer, inner = ("plain", "draft") if turn % 2 else ("draft", "plain")
+        tokens, seconds = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0.0)
+        for name in (outer, inner, inner, outer):
             started = time.perf_counter()
             outputs = sides[name].generate(prompts, params)
-            seconds = time.perf_counter() - started
-            if turn:  # the first round warms up
-                rates[name].append(sum(len(each.token_ids) for each in outputs) / seconds)
+            seconds[name] += time.perf_counter() - started
+            tokens[name] += sum(len(each.token_ids) for each in outputs)
+        if turn:  # the first round warms up
+            for name in sides:
+                rates[name].append(tokens[name] / seconds[name])
     ratios = [draft / plain for plain, draft in zip(rates["plain"], rates["draft"], strict=True)]
     return {
         "batch_size": size,

@@ -148,7 +148,7 @@ def test_acceptance_follows_what_happens_and_forgets_it_slowly():
     assert acceptance.is_worthwhile(1, 1, RISING)
     before = acceptance.survival
     for _ in range(400):
-        acceptance.observe(3, 0, [0.9, 0.8, 0.7])
+        acceptance.observe([(3, 0, [0.9, 0.8, 0.7])])
     assert acceptance.survival[0] < 0.01
     # What was never reached is not known to be wrong.
     assert acceptance.survival[1] / acceptance.survival[0] == pytest.approx(0.75)
@@ -162,7 +162,7 @@ def test_acceptance_follows_what_happens_and_forgets_it_slowly():
 def test_nobody_guesses_where_the_target_has_enough_to_do():
     acceptance = Acceptance(5)
     for _ in range(1000):
-        acceptance.observe(5, 5, [0.9] * 5)
+        acceptance.observe([(5, 5, [0.9] * 5)])
     assert acceptance.is_worthwhile(1, 1, RISING)
     assert not acceptance.is_worthwhile(1, 1, PROPORTIONAL)
     costs = costs_of(lambda n: 1.0 + n / 80)
@@ -175,19 +175,21 @@ def test_guesses_that_are_not_verified_count_as_the_draft_thinks():
     """Only the likely ones are verified. The rates that come of it are those of all."""
     rng = random.Random(0)
     acceptance, biased = Acceptance(2), Acceptance(2)
-    for _ in range(20_000):
-        survival = [1.0, 0.9] if rng.random() < 0.5 else [0.2, 0.1]
-        width = 2 if survival[0] == 1 else 0
-        num_accepted = width and 1 + (rng.random() < survival[1])
-        acceptance.observe(width, num_accepted, survival)
-        biased.observe(width, num_accepted, survival[:width])
+    for _ in range(50):
+        guesses = []
+        for _ in range(400):
+            survival = [1.0, 0.9] if rng.random() < 0.5 else [0.2, 0.1]
+            width = 2 if survival[0] == 1 else 0
+            guesses.append((width, width and 1 + (rng.random() < survival[1]), survival))
+        acceptance.observe(guesses)
+        biased.observe((width, count, survival[:width]) for width, count, survival in guesses)
     # The second is right if the first is: in 0.9 of the one kind, and in 0.5 of the other.
     assert acceptance.survival[0] == pytest.approx(0.6, abs=0.1)
     assert acceptance.survival[1] / acceptance.survival[0] == pytest.approx(0.5 / 0.6, abs=0.1)
     assert biased.survival[0] > 0.95
     # A draft that thinks nothing of its guess, and one that says nothing.
-    acceptance.observe(0, 0, [0.0, 0.0])
-    acceptance.observe(0, 0, [])
+    acceptance.observe([(0, 0, [0.0, 0.0]), (0, 0, [])])
+    assert acceptance.survival[0] < 0.6
 
 
 def test_noise_does_not_make_a_larger_step_look_faster():

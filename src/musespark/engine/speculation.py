@@ -149,11 +149,14 @@ class Speculation:
         """Take in what verification has made of the guesses."""
         if not any(item.request.draft_token_ids for item in sampling):
             return
+        self._acceptance.observe(
+            (item.num_drafts, len(tokens) - 1, item.request.draft_survival)
+            for item, tokens in zip(sampling, token_ids, strict=True)
+        )
         for item, tokens in zip(sampling, token_ids, strict=True):
-            width, num_accepted = item.num_drafts, len(tokens) - 1
-            self._acceptance.observe(width, num_accepted, item.request.draft_survival)
-            if not width:
+            if not (width := item.num_drafts):
                 continue
+            num_accepted = len(tokens) - 1
             self._num_cycles += 1
             self._num_tokens += len(tokens)
             for index in range(width):

@@ -13,7 +13,7 @@ all is decided before, by what past guesses have brought.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
@@ -22,12 +22,12 @@ _Points = tuple[tuple[int, float], ...]
 
 # Of each position of a guess, before anything is known: how often it is right if those before are.
 _PRIOR = 0.75
-# How much one observation counts, and how fast old ones are forgotten while nothing is guessed, so
-# that a draft that was bad at one text gets another try.
-_NEW, _FORGET = 0.04, 0.001
+# How many guesses past ones count for beside new ones: few, since texts differ. How fast they are
+# forgotten while nothing is guessed, so that a draft that was bad at one text gets another try.
+_MEMORY, _FORGET = 12.0, 0.002
 # What guessing must bring to be worth it: times are measured with some noise, and guesses give the
 # scheduler and the sampler more to do.
-_MARGIN = 1.15
+_MARGIN = 1.25
 # Tokens of a step that may be any number, and what larger numbers are multiples of.
 _MOST_ODD, _ROUND = 16, 8
 
@@ -118,20 +118,30 @@ class Acceptance:
         """How likely each position of a guess is to stay."""
         return list(accumulate(self._rates, mul))
 
-    def observe(self, num_verified: int, num_accepted: int, survival: Sequence[float]) -> None:
-        """Take in what became of one guess, and what its `survival` says of the places that were
-        not verified. Those are the unlikely ones: without them, guesses would look too good."""
-        for index in range(min(num_verified, num_accepted + 1)):
-            self._rates[index] += _NEW * ((index < num_accepted) - self._rates[index])
-        if num_accepted < num_verified:
-            return
-        before = reached = survival[num_verified - 1] if num_verified else 1.0
-        for index in range(num_verified, len(survival)):
-            if before == 0:
-                return
-            chance = survival[index] / before
-            self._rates[index] += _NEW * before / reached * (chance - self._rates[index])
-            before = survival[index]
+    def observe(self, guesses: Iterable[tuple[int, int, Sequence[float]]]) -> None:
+        """Take in what became of a step's guesses.
+
+        Args:
+            guesses: (verified tokens, accepted ones, survival) of each. The survival tells of the
+                places that were not verified, which are the unlikely ones: without them, guesses
+                would look too good.
+        """
+        sizes = [_MEMORY] * len(self._rates)
+        sums = [_MEMORY * rate for rate in self._rates]
+        for num_verified, num_accepted, survival in guesses:
+            for index in range(min(num_verified, num_accepted + 1)):
+                sizes[index] += 1
+                sums[index] += index < num_accepted
+            if num_accepted < num_verified:
+                continue
+            reached = before = survival[num_verified - 1] if num_verified else 1.0
+            for index in range(num_verified, len(survival)):
+                # As likely as the place is reached, with the chance that the token there is right.
+                if reached > 0:
+                    sizes[index] += before / reached
+                    sums[index] += survival[index] / reached
+                before = survival[index]
+        self._rates = [total / size for total, size in zip(sums, sizes, strict=True)]
 
     def forget(self) -> None:
         """Take in that a step went by without guesses."""

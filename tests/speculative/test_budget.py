@@ -165,7 +165,7 @@ def test_nobody_guesses_where_the_target_has_enough_to_do():
         acceptance.observe([(5, 5, [0.9] * 5)])
     assert acceptance.is_worthwhile(1, 1, RISING)
     assert not acceptance.is_worthwhile(1, 1, PROPORTIONAL)
-    costs = costs_of(lambda n: 1.0 + n / 80)
+    costs = costs_of(lambda n: 1.0 + n / 200)
     assert acceptance.is_worthwhile(100, 100, costs)
     slow = dataclasses.replace(costs, draft=((1, 0.1), (100, 9.0)))
     assert not acceptance.is_worthwhile(100, 100, slow)

@@ -13,8 +13,9 @@ _CONTEXT = 256
 class TrialSteps:
     """Runs steps of sequences that are all alike, on an executor that has run nothing else.
 
-    All sequences lie in the same blocks: what they hold is of no use to anybody, and whoever gets
-    the blocks later writes them anew before reading them.
+    Each sequence has blocks of its own as far as there are enough, since reading the same ones
+    again would be faster. What they hold is of no use to anybody, and whoever gets the blocks later
+    writes them anew before reading them.
     """
 
     def __init__(self, executor: Executor, layout: CacheLayout, most_rows: int) -> None:
@@ -39,10 +40,8 @@ class TrialSteps:
                 num_computed=[computed] * num_sequences,
                 logit_rows=list(range(num_tokens)),
                 num_decodes=num_sequences if num_rows == 1 else 0,
-                full=_group(num_sequences, 0, last_block) if layout.num_full_blocks else None,
-                sliding=_group(num_sequences, first, last_block)
-                if layout.num_sliding_blocks
-                else None,
+                full=_group(num_sequences, 0, last_block, layout.num_full_blocks),
+                sliding=_group(num_sequences, first, last_block, layout.num_sliding_blocks),
             )
         )
         return self._executor.collect()
@@ -75,10 +74,16 @@ def record_small_steps(
                 break
 
 
-def _group(num_sequences: int, first: int, last: int) -> GroupPlan:
-    blocks = list(range(last - first))
+def _group(num_sequences: int, first: int, last: int, num_blocks: int) -> GroupPlan | None:
+    """Sequences with blocks number `first` to `last` - 1, out of a pool that has so many."""
+    if not num_blocks:
+        return None
+    count = last - first
     return GroupPlan(
         first_blocks=[first] * num_sequences,
-        num_blocks=[len(blocks)] * num_sequences,
-        updates=[(slot, 0, blocks) for slot in range(num_sequences)],
+        num_blocks=[count] * num_sequences,
+        updates=[
+            (slot, 0, [(slot * count + place) % num_blocks for place in range(count)])
+            for slot in range(num_sequences)
+        ],
     )

@@ -26,8 +26,9 @@ _PRIOR = 0.75
 # forgotten while nothing is guessed, so that a draft that was bad at one text gets another try.
 _MEMORY, _FORGET = 12.0, 0.002
 # What guessing must bring to be worth it: times are measured with some noise, and guesses give the
-# scheduler and the sampler more to do.
-_MARGIN = 1.25
+# scheduler and the sampler more to do. For each further sequence it must bring more: those that are
+# hard to guess get no more tokens out of a longer step, and are there when the others have ended.
+_MARGIN, _MARGIN_PER_SEQUENCE, _MOST_MARGIN = 1.25, 0.02, 1.9
 # Tokens of a step that may be any number, and what larger numbers are multiples of.
 _MOST_ODD, _ROUND = 16, 8
 
@@ -150,12 +151,13 @@ class Acceptance:
     def is_worthwhile(self, num_guessing: int, num_sequences: int, costs: StepCosts) -> bool:
         """Whether to guess for `num_guessing` of `num_sequences` that decode."""
         plain = num_sequences / costs.plain_seconds(num_sequences)
+        margin = min(_MARGIN + _MARGIN_PER_SEQUENCE * (num_sequences - 1), _MOST_MARGIN)
         drafting = costs.draft_seconds(num_guessing)
         curve = costs.verify_curve(num_sequences, num_sequences)
         return any(
             (num_sequences + num_guessing * gained)
             / (drafting + _interpolate(curve, num_sequences + num_guessing * width))
-            > plain * _MARGIN
+            > plain * margin
             for width, gained in enumerate(accumulate(self.survival), start=1)
         )
 

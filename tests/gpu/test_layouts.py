@@ -6,6 +6,7 @@ from tests.parallel.replay import record, replay_all
 from tests.parallel.test_layouts import CUT, EXPERTS, FUSED, TRAVEL, tp
 from tests.parallel.workers import Workers
 
+from musespark import LLM, SamplingParams
 from musespark.checkpoint.quantize import quantize_checkpoint
 from musespark.config.parallel import Parallelism
 from musespark.llm.loading import load_decoder
@@ -93,3 +94,22 @@ def test_equals_one_process(gpus, folders, recordings, layout):
             else:
                 assert each.flips == 0, (folder, pack)
                 assert max(each.logits, each.taps) <= 1e-4, (folder, pack)
+
+
+@pytest.mark.parametrize("settings", [tp(2), {**tp(2), **EXPERTS}, {"pipeline_parallel_size": 2}])
+def test_engines_give_the_cpus_tokens(settings):
+    """From prompts to text: steps are planned once, recorded, and run ahead over tensor ranks."""
+    prompts = [list(f"What is {n} + {3 * n}?".encode()) * (n + 1) for n in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=30),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=20, ignore_eos=True),
+    ]
+    where = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
+    alone = LLM("spark-mini", device="cpu", **where)
+    with LLM("spark-mini", device="cuda", **where, **settings) as spread:
+        for each in params:
+            one, other = (
+                [completion.token_ids for completion in llm.generate(prompts, each)]
+                for llm in (alone, spread)
+            )
+            assert other == one

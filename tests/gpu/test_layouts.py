@@ -1,5 +1,7 @@
 """The layouts over NCCL on two GPUs: what one process on a CPU gives, decoding as graphs too."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.parallel.replay import record, replay_all
@@ -104,7 +106,7 @@ def test_engines_give_the_cpus_tokens(settings):
         SamplingParams(temperature=0, max_tokens=30),
         SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=20, ignore_eos=True),
     ]
-    where = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
+    where: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
     alone = LLM("spark-mini", device="cpu", **where)
     with LLM("spark-mini", device="cuda", **where, **settings) as spread:
         for each in params:

@@ -35,7 +35,27 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Schedule:
+    """What every training has: how long, how fast, and how the rate rises and falls."""
+
+    seed: int
+    steps: int
+    learning_rate: float
+    betas: tuple[float, float]
+    weight_decay: float  # on matrices only
+    clip: float
+    warmup_steps: int
+    decay_share: float  # the last part of the training, over which the rate falls to zero
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate at a step, as a share of its maximum."""
+        warm = (step + 1) / self.warmup_steps
+        left = (self.steps - step) / (self.steps * self.decay_share)
+        return min(1.0, warm, left)
+
+
+@dataclass(frozen=True)
+class Recipe(Schedule):
     """The training. One step is `rows` x `row_tokens` tokens."""
 
     seed: int = 0
@@ -46,18 +66,12 @@ class Recipe:
 
     learning_rate: float = 4e-3
     betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.01  # on matrices only
+    weight_decay: float = 0.01
     clip: float = 1.0
     warmup_steps: int = 200
-    decay_share: float = 0.6  # the last part of the training, over which the rate falls to zero
+    decay_share: float = 0.6
     balance_rate: float = 1e-3  # of the correction bias, scaled with the learning rate
     residual_gate_init: float = -0.25  # mixes in 0.30 of each branch
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate at a step, as a share of its maximum."""
-        warm = (step + 1) / self.warmup_steps
-        left = (self.steps - step) / (self.steps * self.decay_share)
-        return min(1.0, warm, left)
 
 
 SPARK_MINI = Shape()

@@ -26,6 +26,7 @@ from training.draft_data import continued, made
 from training.draft_export import export_draft
 from training.draft_model import Blocks, Draft, DraftOutput
 from training.export import ASSETS
+from training.optimisation import make_optimiser, take_step, write_state
 
 PLACES_JUDGED = 5
 """Tokens a cycle are reported for this many draft tokens."""
@@ -100,25 +101,11 @@ class Trainer:
         torch.set_float32_matmul_precision("high")
         self.recipe, self.device = recipe, device
         self.draft = Draft(SPARK_MINI_DRAFT, recipe, target.embedding, target.lm_head).to(device)
-        parameters = list(self.draft.parameters())
-        self.optimiser = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in parameters if p.ndim >= 2],
-                    "weight_decay": recipe.weight_decay,
-                },
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=recipe.learning_rate,
-            betas=recipe.betas,
-            fused=device.type == "cuda",
-        )
+        self.optimiser = make_optimiser(self.draft, recipe, device)
         self.step = 0
 
     def train_step(self, read: Read) -> Judged:
         """Take one step on some conversations."""
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.recipe.learning_rate * self.recipe.rate(self.step)
         judged = self.judge(read)
         recipe = self.recipe
         loss = (
@@ -126,10 +113,7 @@ class Trainer:
             + recipe.total_variation * judged.total_variation
             + recipe.confidence * judged.confidence
         )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), recipe.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        take_step(self.draft, self.optimiser, loss, recipe, self.step)
         self.step += 1
         return judged
 
@@ -189,9 +173,7 @@ class Trainer:
             "draft": self.draft.state_dict(),
             "optimiser": self.optimiser.state_dict(),
         }
-        temporary = path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(path)
+        write_state(path, state)
 
     def load_from(self, path: Path) -> None:
         """Go on from a file that `save` wrote."""

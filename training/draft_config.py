@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from training.config import SPARK_MINI
+from training.config import SPARK_MINI, Schedule
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DraftShape:
 
 
 @dataclass(frozen=True)
-class DraftRecipe:
+class DraftRecipe(Schedule):
     """The training. One step is `rows` x `anchors` blocks."""
 
     seed: int = 1
@@ -53,10 +53,10 @@ class DraftRecipe:
 
     learning_rate: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.01  # on matrices only
+    weight_decay: float = 0.01
     clip: float = 1.0
     warmup_steps: int = 100
-    decay_share: float = 0.7  # the last part of the training, over which the rate falls to zero
+    decay_share: float = 0.7
     residual_gate_init: float = -0.25
 
     place_decay: float = (
@@ -64,12 +64,6 @@ class DraftRecipe:
     )
     total_variation: float = 1.0  # weight of this loss beside the cross-entropy
     confidence: float = 0.1
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate at a step, as a share of its maximum."""
-        warm = (step + 1) / self.warmup_steps
-        left = (self.steps - step) / (self.steps * self.decay_share)
-        return min(1.0, warm, left)
 
 
 SPARK_MINI_DRAFT = DraftShape()

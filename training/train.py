@@ -17,6 +17,7 @@ from training.config import RECIPE, SPARK_MINI, Recipe
 from training.data import Chunk, ChunkStream
 from training.export import export
 from training.model import Decoder, Masks
+from training.optimisation import make_optimiser, take_step, write_state
 
 LOG_EVERY = 200
 SAVE_EVERY = 1_000
@@ -41,19 +42,7 @@ class Trainer:
         self.recipe = recipe
         self.device = device
         self.model = Decoder(SPARK_MINI, recipe).to(device)
-        parameters = list(self.model.parameters())
-        self.optimiser = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in parameters if p.ndim >= 2],
-                    "weight_decay": recipe.weight_decay,
-                },
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=recipe.learning_rate,
-            betas=recipe.betas,
-            fused=device.type == "cuda",
-        )
+        self.optimiser = make_optimiser(self.model, recipe, device)
         self.step = 0
         self.load = torch.zeros(
             SPARK_MINI.num_hidden_layers, SPARK_MINI.num_local_experts, device=device
@@ -61,15 +50,9 @@ class Trainer:
 
     def train_step(self, ids: Tensor, trained: Tensor, document: Tensor) -> StepResult:
         """Take one step on rows of tokens, all [rows, row_tokens]."""
-        share = self.recipe.rate(self.step)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.recipe.learning_rate * share
         result = self._loss(ids, trained, document)
-        result.loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-        self._balance(result.load, share)
+        take_step(self.model, self.optimiser, result.loss, self.recipe, self.step)
+        self._balance(result.load, self.recipe.rate(self.step))
         self.step += 1
         return result
 
@@ -109,9 +92,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
         }
-        temporary = path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(path)
+        write_state(path, state)
 
     def load_from(self, path: Path) -> None:
         """Go on from a file that `save` wrote under the same recipe."""

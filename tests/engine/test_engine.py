@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.fake_model import VOCAB_SIZE, FakeModel, greedy, next_logits, windowed_greedy
 from tests.engine.harness import Finished, engine_for, finish, step
+from tests.engine.layouts import smallest_layout
 
 from musespark.config.sampling import SamplingParams
 from musespark.engine.kv_blocks import CacheLayout
@@ -48,15 +49,7 @@ def test_every_request_reads_its_own_tokens_back(
     block_size, window, budget, kinds, spare, prompts, delays, aborted
 ):
     """Through chunks, preemption, shared prefixes (prompts of three tokens) and reused blocks."""
-    longest = 20 + 12
-    full = -(-longest // block_size)
-    sliding = min(full, -(-(window + budget) // block_size) + 1)
-    layout = CacheLayout(
-        block_size,
-        0 if kinds == "sliding" else full + spare,
-        0 if kinds == "full" else sliding + spare,
-        window,
-    )
+    layout = smallest_layout(block_size, window, budget, longest=20 + 12, kinds=kinds, spare=spare)
     engine, model = make_engine(layout, max_num_seqs=3, max_num_batched_tokens=budget)
     results: dict[int, Finished] = {}
     ids = []

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.fake_model import VOCAB_SIZE, FakeModel, greedy
 from tests.engine.harness import Finished, engine_for, finish, layout_for, runner_for, step
+from tests.engine.layouts import smallest_layout
 
 from musespark.config.sampling import SamplingParams
 from musespark.engine.inputs import fill_in
@@ -73,14 +74,7 @@ def test_the_same_tokens_as_one_step_at_a_time(
     block_size, window, budget, kinds, spare, requests, end, aborted, patience
 ):
     """Through preemption, shared prefixes, several outputs, ends of all sorts, and an abort."""
-    full = -(-36 // block_size)
-    sliding = min(full, -(-(window + budget) // block_size) + 1)
-    layout = CacheLayout(
-        block_size,
-        0 if kinds == "sliding" else full + spare,
-        0 if kinds == "full" else sliding + spare,
-        window,
-    )
+    layout = smallest_layout(block_size, window, budget, longest=36, kinds=kinds, spare=spare)
     found = []
     for runs_ahead in (False, True):
         engine, _ = make_engine(

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine.layouts import smallest_layout
 
 from musespark.config.sampling import SamplingParams
 from musespark.engine import scheduler
 from musespark.engine.block_pool import BlockPool
-from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.request import FinishReason, Request, RequestStatus
 from musespark.engine.scheduler import ScheduledRequest, Scheduler
 
@@ -37,21 +37,9 @@ def make_request(prompt_len, max_tokens, request_id=0, num_followers=0, prompt_l
     return request
 
 
-def smallest_layout(block_size, window, chunk, *, kinds="both", spare=0):
-    """Just enough blocks for one request of full length."""
-    full = -(-MAX_LEN // block_size)
-    sliding = min(full, -(-(window + chunk) // block_size) + 1)
-    return CacheLayout(
-        block_size=block_size,
-        num_full_blocks=0 if kinds == "sliding" else full + spare,
-        num_sliding_blocks=0 if kinds == "full" else sliding + spare,
-        sliding_window=window,
-    )
-
-
 def make_scheduler(block_size=4, window=6, chunk=8, max_num_seqs=4, **kwargs):
     prefix_caching = kwargs.pop("prefix_caching", True)
-    layout = smallest_layout(block_size, window, chunk, **kwargs)
+    layout = smallest_layout(block_size, window, chunk, longest=MAX_LEN, **kwargs)
     return Scheduler(layout, max_num_seqs, chunk, prefix_caching=prefix_caching)
 
 
@@ -392,7 +380,7 @@ def test_guesses_leave_prompts_half_of_the_budget_and_are_limited_from_outside()
         asked.append((len(requests), num_tokens))
         return [2] * len(requests)
 
-    layout = smallest_layout(4, 6, 40, spare=30)
+    layout = smallest_layout(4, 6, 40, longest=MAX_LEN, spare=30)
     driver = Driver(Scheduler(layout, 4, 9, choose_widths=choose), (True,) * 5)
     driver.add(make_request(2, 30, 0))
     driver.step()

@@ -37,12 +37,10 @@ class StepGraphs:
     ) -> None:
         """`recorder`: None records CUDA graphs."""
         self._decoder, self._caches, self._tap_layers = decoder, caches, tap_layers
-        size, config = spec.block_size, decoder.config
-        longest = -(-config.max_position_embeddings // size)
-        window = -(-(config.sliding_window + SIZES[-1]) // size) + 1
         # One table for all sizes: a smaller batch uses its first rows.
-        self._full_table = self._new_table(min(spec.num_full_blocks, longest))
-        self._sliding_table = self._new_table(min(spec.num_sliding_blocks, window))
+        self._full_table, self._sliding_table = (
+            self._new_table(width) for width in spec.table_widths(decoder.config, SIZES[-1])
+        )
         # Asked once: the answer takes a walk through all modules.
         self._recordable = frozenset(size for size in SIZES if decoder.can_record(size))
         self._graphs: dict[tuple[int, bool], _Graph] = {}

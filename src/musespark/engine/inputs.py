@@ -13,10 +13,10 @@ from torch import Tensor
 
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.step_plan import GroupPlan, StepPlan
-from musespark.engine.transfers import send
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.ops.attention_decode import decode_mask
 from musespark.ops.attention_few import FewTokens, few_tokens
+from musespark.ops.transfers import send
 
 # New tokens of a sequence that attends together with others of its kind, at most.
 _FEW = 16

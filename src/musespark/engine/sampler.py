@@ -24,11 +24,11 @@ from musespark.engine.random_numbers import ACCEPT, DRAFT, uniform
 from musespark.engine.request import Request, TokenLogprobs
 from musespark.engine.sampling_table import Needs, SamplingTable, needs_of
 from musespark.engine.token_counts import TokenCounts
-from musespark.engine.transfers import Readback, send
 from musespark.ops.kernel_set import choose_kernels
 from musespark.ops.sample import sample_from_uniform
 from musespark.ops.sample_logprobs import ranked_logprobs
 from musespark.ops.sample_penalties import penalize
+from musespark.ops.transfers import Readback, send
 from musespark.speculative.draw import DrawSettings
 from musespark.speculative.verify import Verification, verify_drafts
 

@@ -24,9 +24,9 @@ from musespark.engine.executor import StepOutput
 from musespark.engine.request import Request, RequestStatus
 from musespark.engine.sampler import Guesses, Sampler, may_differ
 from musespark.engine.scheduler import ScheduledRequest
-from musespark.engine.transfers import Readback, send
 from musespark.model.batch import AttentionMetadata, ForwardBatch
 from musespark.model.draft import DraftContext, PagedContext
+from musespark.ops.transfers import Readback, send
 from musespark.speculative.budget import Acceptance, StepCosts, choose_widths
 from musespark.speculative.guess import Guess
 from musespark.speculative.proposer import Proposer

@@ -260,7 +260,8 @@ class DraftDecoder(nn.Module):
         ):
             slots = full_slots if pages_full else sliding_slots
             assert slots is not None
-            layer.write_context(context, angles if kind.rope_theta > 0 else None, slots, cache)
+            rotation = angles if kind.rope_theta > 0 else None
+            layer.self_attn.write_context(context, rotation, slots, cache)
 
     @torch.inference_mode()
     def propose(

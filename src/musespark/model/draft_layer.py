@@ -207,8 +207,8 @@ class DraftAttention(nn.Module):
         slot_mapping: Tensor,
         cache: LayerCache,
     ) -> None:
-        """Put the keys and values of context [T, D], normed, into the cache's rows [T]."""
-        kv = self.kv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        """Put the keys and values of context [T, D] into the cache's rows [T]."""
+        kv = self.kv_proj(self.pre_qkv_proj_norm(hidden_states)).unflatten(-1, (-1, self.head_dim))
         if self._norms_qk:  # one kernel, for no queries
             self._qk_norm_rope_write(kv, 0, self.eps, angles, cache.key, cache.value, slot_mapping)
             return
@@ -312,17 +312,6 @@ class DraftLayer(nn.Module):
         yield from weight_slots(self.pre_ffn_norm, f"{prefix}pre_ffn_norm.", has)
         yield from weight_slots(self.feed_forward, f"{prefix}feed_forward.", has)
         yield from self.after_ffn.slots(f"{prefix}post_ffn_norm.weight", f"{prefix}add_ffn.gate")
-
-    def write_context(
-        self,
-        hidden_states: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
-        slot_mapping: Tensor,
-        cache: LayerCache,
-    ) -> None:
-        """Put the context's keys and values [T, D] into the cache's rows [T]."""
-        normed = self.self_attn.pre_qkv_proj_norm(hidden_states)
-        self.self_attn.write_context(normed, angles, slot_mapping, cache)
 
     def forward(
         self,

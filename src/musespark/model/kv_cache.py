@@ -37,6 +37,12 @@ class KVCacheSpec:
     dtype: torch.dtype | None = None
     """Of what is stored; None: as the model computes."""
 
+    def table_widths(self, config: DecoderConfig, new_tokens: int) -> tuple[int, int]:
+        """(full, sliding) blocks of one sequence at most, in a step of `new_tokens` more of it."""
+        longest = -(-config.max_position_embeddings // self.block_size)
+        window = -(-(config.sliding_window + new_tokens) // self.block_size) + 1
+        return min(self.num_full_blocks, longest), min(self.num_sliding_blocks, window)
+
 
 # fp8_e4m3 has no scale: keys and values are normed or near 1, far from its largest number, 448.
 _DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}

@@ -55,33 +55,20 @@ class ResidualStream:
 
     def boundary(self, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Blend, then norm: (input of the next sub-layer [T, D], new stream [T, D] float32)."""
-        return self.gate.kernels.residual_boundary(
-            self.stream,
-            self.branch,
-            self.gate.alpha,
-            self.gate.beta,
-            None if self.post_norm is None else self.post_norm.gain,
-            self.post_eps,
-            pre_norm.gain,
-            pre_norm.eps,
-        )
-
-    def _boundary_over_ranks(self, sums: RankSums, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """`boundary`, of a branch that lies in parts on all ranks."""
-        return sums.boundary(
-            self.stream,
-            self.branch,
-            self.gate.alpha,
-            self.gate.beta,
-            None if self.post_norm is None else self.post_norm.gain,
-            self.post_eps,
-            pre_norm.gain,
-            pre_norm.eps,
-        )
+        residual_boundary = self.gate.kernels.residual_boundary
+        return residual_boundary(*self._blending(), pre_norm.gain, pre_norm.eps)
 
     def blend(self) -> Tensor:
         """Blend only: the new stream [T, D] float32."""
-        return self.gate.kernels.blend(
+        return self.gate.kernels.blend(*self._blending())
+
+    def _boundary_over_ranks(self, sums: RankSums, pre_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """`boundary`, of a branch that lies in parts on all ranks."""
+        return sums.boundary(*self._blending(), pre_norm.gain, pre_norm.eps)
+
+    def _blending(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, float]:
+        """What every way to blend takes, in this order."""
+        return (
             self.stream,
             self.branch,
             self.gate.alpha,

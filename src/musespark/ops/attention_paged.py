@@ -7,6 +7,7 @@ new token each) come first.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from musespark.ops.attention_decode import (
 from musespark.ops.attention_few import FewTokens, attention_few
 from musespark.ops.attention_prefill import attention_prefill, attention_prefill_triton
 from musespark.ops.output_gate import output_gate, output_gate_triton
+from musespark.ops.transfers import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,7 @@ def sequences_on_device(
     device: torch.device,
 ) -> SequencesOnDevice:
     """Send all three at once, without waiting for the device."""
-    values = torch.tensor([*query_start, *seq_lens, *key_start], dtype=torch.int32)
-    if device.type == "cuda":
-        values = values.pin_memory().to(device, non_blocking=True)
+    values = send(np.array([*query_start, *seq_lens, *key_start], dtype=np.int32), device)
     counts = (len(query_start), len(seq_lens), len(key_start))
     return SequencesOnDevice(*values.split(counts))
 
@@ -148,25 +148,12 @@ def attention_paged_triton(
     on_device = sequences.on_device
     assert on_device is not None
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if on_device.num_decodes is not None:
+    num_tokens, decodes, decode_lens = query.shape[0], sequences.num_decodes, on_device.seq_lens
+    # Where the host does not know who decodes, all rows may, and all may not.
+    is_open = on_device.num_decodes is not None
+    if is_open:
         assert on_device.decode_lens is not None
-        where = sequences.block_table, on_device.key_start, on_device.decode_lens
-        attention_decode_triton(query, key_cache, value_cache, *where, scale, window, out=out)
-        attention_prefill_triton(
-            query,
-            key_cache,
-            value_cache,
-            sequences.block_table,
-            on_device.query_start,
-            on_device.key_start,
-            on_device.seq_lens,
-            scale,
-            window,
-            first_sequence=on_device.num_decodes,
-            out=out,
-        )
-        return out if gate is None else output_gate_triton(out, gate, gate_eps, out=out)
-    decodes = sequences.num_decodes
+        decodes, decode_lens = num_tokens, on_device.decode_lens
     if decodes:
         attention_decode_triton(
             query[:decodes],
@@ -174,14 +161,14 @@ def attention_paged_triton(
             value_cache,
             sequences.block_table[:decodes],
             on_device.key_start[:decodes],
-            on_device.seq_lens[:decodes],
+            decode_lens[:decodes],
             scale,
             window,
-            gate=None if gate is None else gate[:decodes],
+            gate=None if gate is None or is_open else gate[:decodes],
             gate_eps=gate_eps,
             out=out[:decodes],
         )
-    if query.shape[0] > decodes:
+    if is_open or num_tokens > decodes:
         attention_prefill_triton(
             query,
             key_cache,
@@ -192,9 +179,10 @@ def attention_paged_triton(
             on_device.seq_lens,
             scale,
             window,
-            first_sequence=decodes,
+            first_sequence=decodes if on_device.num_decodes is None else on_device.num_decodes,
             out=out,
         )
         if gate is not None:
-            output_gate_triton(out[decodes:], gate[decodes:], gate_eps, out=out[decodes:])
+            rest = slice(0 if is_open else decodes, num_tokens)
+            output_gate_triton(out[rest], gate[rest], gate_eps, out=out[rest])
     return out

@@ -36,11 +36,9 @@ class DraftGraphs:
         """`propose` is what is recorded, for `draft`; `recorder`: None records CUDA graphs."""
         self._propose, self._device = propose, draft.device
         self._has_windows = all(layer.sliding_window for layer in draft.config.layers)
-        size = spec.block_size
-        longest = -(-target.max_position_embeddings // size)
-        window = -(-(target.sliding_window + draft.config.block_size + 1) // size) + 1
-        self._full_width = min(spec.num_full_blocks, longest)
-        self._sliding_width = min(spec.num_sliding_blocks, window)
+        self._full_width, self._sliding_width = spec.table_widths(
+            target, draft.config.block_size + 1
+        )
         self._recorder = recorder or CudaRecorder(draft.device)
         self._graphs: dict[tuple[int, int, bool | None], _Graph] = {}
 

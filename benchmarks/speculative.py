@@ -118,7 +118,11 @@ def main() -> None:
         if draft == "random":
             target = DecoderConfig.from_folder(resolve_checkpoint("spark-mini"))
             draft = str(make_draft(Path(folder) / "draft", target, block_size=arguments.tokens))
-        where = {"dtype": arguments.dtype, "device": arguments.device}
+        where: dict[str, Any] = {
+            "dtype": arguments.dtype,
+            "device": arguments.device,
+            "records_graphs_first": True,
+        }
         plain = LLM("spark-mini", enable_prefix_caching=False, **where)
         fixed = LLM(
             "spark-mini",

@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def gpus():
-    pool = Workers(seconds=60, backend="nccl")
+    pool = Workers(seconds=240, backend="nccl")  # the first calls compile kernels
     yield pool
     pool.close()
 

@@ -2,9 +2,10 @@
 
 They start once for a whole test session, since importing torch takes longer than most tests. Every
 call gets process groups of its own. A rank that fails or hangs fails the call at once: all
-processes are killed then, and the next call starts new ones.
+processes are killed then, and the next call starts new ones. A rank that hangs says where first.
 """
 
+import faulthandler
 import importlib
 import multiprocessing
 import tempfile
@@ -110,6 +111,7 @@ def _work(pipe: Connection) -> None:
             (rank, world_size, store, seconds, backend), (module, name), args = pipe.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(0.9 * seconds)
         try:
             if backend == "nccl":
                 torch.cuda.set_device(rank)
@@ -125,4 +127,5 @@ def _work(pipe: Connection) -> None:
             dist.destroy_process_group()
         except Exception:
             answer = (traceback.format_exc(), None)
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)

@@ -3,6 +3,8 @@
 On a GPU tests/gpu runs real graphs.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -120,6 +122,26 @@ def test_every_size_is_recorded_ahead(decoder, max_num_seqs, max_num_tokens, num
     most = min(SIZES[-1], max_num_tokens, max_num_seqs * num_blocks * BLOCK_SIZE)
     for tokens in range(2, most + 1):
         assert (padded_size(tokens), False) in kinds, tokens
+
+
+def test_graphs_are_gone_when_closed(decoder):
+    """At once: a rank keeps the garbage collector from walking through its model."""
+    recorded = []
+
+    class Remembers(CallsAgain):
+        def record(self, forward):
+            recorded.append(weakref.ref(forward))
+            return super().record(forward)
+
+    graphs = new_graphs(decoder, new_caches(decoder), Remembers())
+    gc.disable()
+    try:
+        graphs.run(make_batch([1, 1], [9, 14]))
+        assert recorded[0]() is not None
+        graphs.close()
+        assert recorded[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_other_steps_are_left_alone(decoder, monkeypatch):

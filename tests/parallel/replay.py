@@ -164,6 +164,7 @@ def _replay_on(parallelism, mesh, folder, recordings, dtype, pack, device):
             continue
         found.add(logits, step.logits, taps, step.taps)
     dist.barrier()  # a message to a slower rank lives as long as the decoder that sent it
+    runner.close()
     if mesh.pipeline.rank != mesh.pipeline.size - 1:
         return None
     return found

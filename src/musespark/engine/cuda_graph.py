@@ -79,6 +79,10 @@ class StepGraphs:
             return logits, taps
         return logits.index_select(0, rows), taps
 
+    def close(self) -> None:
+        """Let the graphs go: NCCL ends no communicator that one of them still uses."""
+        self._graphs.clear()
+
     def _new_table(self, width: int) -> Tensor:
         shape = (SIZES[-1], width)
         return torch.zeros(shape, dtype=torch.int32, device=self._decoder.device)

@@ -65,6 +65,11 @@ class ModelRunner:
             return self._graphs.run(batch)
         return self._decoder.forward_with_taps(batch, self._caches, self._tap_layers)
 
+    def close(self) -> None:
+        """Let recorded steps go; nothing is run afterwards."""
+        if self._graphs is not None:
+            self._graphs.close()
+
 
 class OneByOneRunner(ModelRunner):
     """Runs every sequence of a batch on its own.

@@ -1,6 +1,5 @@
 """From a model's name to an engine that serves it, or to one rank's share of that."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -145,8 +144,12 @@ def build_part(
         return _driver(share, draft, config, followers)
     assert driver is not None  # noqa: S101
     inputs = _input_builder(share, config)
-    run = functools.partial(follow, runner, inputs, driver, decoder.layout.tensor)
-    return Follower(run, _held_bytes(runner.device))
+
+    def follow_driver() -> None:
+        follow(runner, inputs, driver, decoder.layout.tensor)
+        runner.close()
+
+    return Follower(follow_driver, _held_bytes(runner.device))
 
 
 def _driver(
@@ -156,7 +159,7 @@ def _driver(
     layout, runner = share.layout, share.runner
     on_gpu = runner.device.type == "cuda"
     executor: Executor
-    end: Callable[[], None] = _nobody
+    leading: DriverExecutor | None = None
     if config.world_size == 1:
         executor = InProcessExecutor(
             runner,
@@ -177,7 +180,6 @@ def _driver(
             and config.pipeline_parallel_size == 1
             and not config.shares_experts_over_replicas,
         )
-        end = leading.end
     if config.records_graphs_first and runner.records_steps:
         record_small_steps(executor, layout, config.max_num_seqs, config.max_num_batched_tokens)
     speculation = None
@@ -189,6 +191,12 @@ def _driver(
     grammars = _grammar_compiler(share.folder, limits.vocab_size)
     engine = Engine(executor, layout, limits, grammars, share.expert_load, speculation)
     info = _info(share.decoder, share.plan, limits, with_grammars=grammars is not None)
+
+    def end() -> None:
+        if leading is not None:
+            leading.end()
+        runner.close()
+
     return Driver(engine, info, end, _held_bytes(runner.device))
 
 
@@ -197,10 +205,6 @@ def _input_builder(share: _Share, config: EngineConfig) -> InputBuilder:
     return InputBuilder(
         share.layout, config.max_num_seqs, runner.device, with_masks=runner.reads_masks
     )
-
-
-def _nobody() -> None:
-    """There are no other ranks to let go."""
 
 
 def _share_cores(config: EngineConfig, world: World) -> None:

@@ -1,6 +1,5 @@
 """From a model's name to an engine that serves it, or to one rank's share of that."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path

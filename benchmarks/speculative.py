@@ -121,7 +121,7 @@ def main() -> None:
         where: dict[str, Any] = {
             "dtype": arguments.dtype,
             "device": arguments.device,
-            "records_graphs_first": True,
+            "warms_up": True,
         }
         plain = LLM("spark-mini", enable_prefix_caching=False, **where)
         fixed = LLM(

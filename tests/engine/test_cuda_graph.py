@@ -16,7 +16,7 @@ from musespark.engine import cuda_graph
 from musespark.engine.cuda_graph import StepGraphs
 from musespark.engine.executor import InProcessExecutor
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.engine.trial_steps import record_small_steps
+from musespark.engine.trial_steps import warm_up
 from musespark.llm.loading import load_decoder
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec
@@ -98,30 +98,39 @@ def test_a_graph_does_what_the_steps_do(decoder):
     ("max_num_seqs", "max_num_tokens", "num_blocks"),
     [(50, 2048, BLOCKS), (64, 64, BLOCKS), (3, 2048, BLOCKS), (1, 2048, 9), (1, 1, BLOCKS)],
 )
-def test_every_size_is_recorded_ahead(decoder, max_num_seqs, max_num_tokens, num_blocks):
+def test_every_size_is_run_ahead(decoder, max_num_seqs, max_num_tokens, num_blocks):
     recorder = CallsAgain()
     graphs = new_graphs(decoder, new_caches(decoder), recorder)
     layout = CacheLayout(BLOCK_SIZE, num_blocks, num_blocks, decoder.config.sliding_window)
-    kinds = set()
+    kinds, large = set(), set()
 
     class Runner:
         device = DEVICE
 
         def run(self, batch):
-            assert graphs.accepts(batch)
             tokens = batch.query_start[-1]
             assert tokens <= max_num_tokens
+            if tokens > SIZES[-1]:
+                large.add(tokens)
+                assert len(batch.logit_rows) == len(batch.seq_lens)
+                return torch.empty(len(batch.logit_rows), 1, device=DEVICE), ()
+            assert graphs.accepts(batch)
             kinds.add((padded_size(tokens), len(batch.seq_lens) == tokens))
             return torch.empty(tokens, 1, device=DEVICE), ()
 
     executor = InProcessExecutor(Runner(), layout, max_num_seqs, with_masks=False)
-    record_small_steps(executor, layout, max_num_seqs, max_num_tokens)
+    warm_up(executor, layout, max_num_seqs, max_num_tokens)
     for tokens in range(1, min(max_num_seqs, max_num_tokens) + 1):
         assert (padded_size(tokens), True) in kinds
     # A prompt may be as long as the cache.
     most = min(SIZES[-1], max_num_tokens, max_num_seqs * num_blocks * BLOCK_SIZE)
     for tokens in range(2, most + 1):
         assert (padded_size(tokens), False) in kinds, tokens
+    longest = num_blocks * BLOCK_SIZE
+    for size in (512, 1024, 2048):
+        reached = min(size, max_num_seqs * longest)
+        if SIZES[-1] < reached and size <= max_num_tokens:
+            assert any(reached - longest < tokens <= reached for tokens in large)
 
 
 def test_graphs_are_gone_when_closed(decoder):

@@ -60,9 +60,10 @@ class EngineConfig(Parallelism):
     """Count how often each expert is chosen, for /metrics; one more small operation per layer."""
     max_queue_len: int = 1024
     """Requests that may wait beside those that run; further ones are refused."""
-    records_graphs_first: bool = field(default=False, metadata={"flag": False})
-    """Record all sizes of small steps as CUDA graphs before the first request, so that none waits
-    while another size is recorded. For servers; what runs once and ends records what it needs."""
+    warms_up: bool = field(default=False, metadata={"flag": False})
+    """Where steps are recorded as CUDA graphs: record all sizes of small steps, and run some large
+    ones, before the first request, so that none waits for that or for a compiler. For servers; what
+    runs once and ends sets up what it needs."""
     executor: ExecutorKind = "multiprocess"
     """What starts the processes that share a model: multiprocess (on this machine) or ray (on a Ray
     cluster, which may be many machines)."""

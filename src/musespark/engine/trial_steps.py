@@ -26,10 +26,14 @@ class TrialSteps:
         self.num_computed = max(0, min(_CONTEXT, room))
         """Tokens of each sequence that count as cached."""
 
-    def run(self, num_sequences: int, num_rows: int) -> StepOutput:
-        """One step of so many sequences, with so many new tokens each."""
+    def run(self, num_sequences: int, num_rows: int, *, all_logits: bool = True) -> StepOutput:
+        """One step of so many sequences, with so many new tokens each.
+
+        `all_logits`: of every new token, as to verify guesses; else of each sequence's last.
+        """
         layout, computed = self._layout, self.num_computed
         num_tokens = num_sequences * num_rows
+        every = 1 if all_logits else num_rows
         last_block = -(-(computed + num_rows) // layout.block_size)
         first = first_visible_block(computed, layout.sliding_window, layout.block_size)
         self._executor.submit(
@@ -38,7 +42,7 @@ class TrialSteps:
                 token_ids=[0] * num_tokens,
                 query_start=list(range(0, num_tokens + 1, num_rows)),
                 num_computed=[computed] * num_sequences,
-                logit_rows=list(range(num_tokens)),
+                logit_rows=list(range(0 if all_logits else num_rows - 1, num_tokens, every)),
                 num_decodes=num_sequences if num_rows == 1 else 0,
                 full=_group(num_sequences, 0, last_block, layout.num_full_blocks),
                 sliding=_group(num_sequences, first, last_block, layout.num_sliding_blocks),
@@ -47,10 +51,11 @@ class TrialSteps:
         return self._executor.collect()
 
 
-def record_small_steps(
+def warm_up(
     executor: Executor, layout: CacheLayout, max_num_seqs: int, max_num_tokens: int
 ) -> None:
-    """Run every size of small step once, so that executors which record steps have done so.
+    """Run every size of small step once, so that executors which record steps have done so, and
+    each power of two of a larger one, so that kernels are compiled.
 
     Args:
         executor: has run nothing else yet.
@@ -59,9 +64,16 @@ def record_small_steps(
         max_num_tokens: tokens of a step at most.
     """
     pools = [n for n in (layout.num_full_blocks, layout.num_sliding_blocks) if n]
-    longest = min(min(pools) * layout.block_size, SIZES[-1])
+    longest = min(min(pools) * layout.block_size, max_num_tokens)
     steps = TrialSteps(executor, layout, longest)
     # The largest first: smaller ones find room in its memory.
+    large = max_num_tokens
+    while large > SIZES[-1]:
+        rows = min(large, longest)
+        steps.run(min(large // rows, max_num_seqs), rows, all_logits=False)
+        large = 1 << ((large - 1).bit_length() - 1)
+    longest = min(longest, SIZES[-1])
+    steps = TrialSteps(executor, layout, longest)
     for size in reversed(SIZES):
         plain = min(size, max_num_seqs, max_num_tokens)
         if padded_size(plain) == size:

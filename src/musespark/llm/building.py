@@ -20,7 +20,7 @@ from musespark.engine.grammar import GrammarCompiler, has_grammar_library
 from musespark.engine.inputs import InputBuilder
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.runner import ModelRunner, OneByOneRunner
-from musespark.engine.trial_steps import record_small_steps
+from musespark.engine.trial_steps import warm_up
 from musespark.executor.distributed import DriverExecutor, accept_ranks, connect_to_driver, follow
 from musespark.executor.rank import Driver, Follower
 from musespark.executor.world import Place, World
@@ -179,8 +179,8 @@ def _driver(
             and config.pipeline_parallel_size == 1
             and not config.shares_experts_over_replicas,
         )
-    if config.records_graphs_first and runner.records_steps:
-        record_small_steps(executor, layout, config.max_num_seqs, config.max_num_batched_tokens)
+    if config.warms_up and runner.records_steps:
+        warm_up(executor, layout, config.max_num_seqs, config.max_num_batched_tokens)
     speculation = None
     if share.draft is not None and draft is not None:
         speculation = make_speculation(

@@ -125,7 +125,7 @@ def make_speculation(
     if not executor.in_lockstep:  # where a step needs other engines, which may not measure now
         key = _cost_key(chosen, decoder, spec, config)
         trial = _Trial(proposer, executor, layout, chosen.num_tokens)
-        if config.records_graphs_first and proposer.records_guesses:
+        if config.warms_up and proposer.records_guesses:
             trial.record(config)
         costs = cached_costs(cache_folder() / "speculation", key, lambda: trial.measure(config))
     return Speculation(

@@ -41,7 +41,7 @@ def launch_engine(
     Raises:
         ConfigError, CheckpointError: the model cannot be spread like this, or is not there.
     """
-    config = dataclasses.replace(config, records_graphs_first=True)
+    config = dataclasses.replace(config, warms_up=True)
     if in_process:
         return start_thread_client(
             functools.partial(

@@ -70,13 +70,6 @@ L2_BYTES = 60 * 2**20
 DEVICE = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
 
-# us at T = 1, 16, 64, 256, 2048 of a public Triton implementation on the same GPU.
-PEERS = {
-    "finalize": {1: 3.1, 16: 3.4, 64: 3.6, 256: 6.9, 2048: 49.6},
-    "boundary": {1: 4.2, 16: 4.2, 64: 4.4, 256: 7.9, 2048: 68.7},
-    "topk": {1: 3.3, 16: 3.4, 64: 3.5, 256: 3.6, 2048: 6.4},
-}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -103,7 +96,6 @@ class Result:
     floor_us: float
     ratio: float
     error: float | None
-    peer_us: float | None
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -579,10 +571,9 @@ def time_parts(decoder: Decoder, count: int) -> float:
 
 def print_result(r: Result) -> None:
     error = "" if r.error is None else f"{r.error:.1e}"
-    peer = "" if r.peer_us is None else f"{r.peer_us:.1f}"
     print(
         f"{r.name:16}{r.tokens:6}{r.us:10.2f} us{r.num_bytes / 1e6:11.2f} MB"
-        f"{r.num_bytes / r.us / 1e6:7.2f} TB/s{r.floor_us:10.2f}{r.ratio:7.2f}  {error:8}{peer}",
+        f"{r.num_bytes / r.us / 1e6:7.2f} TB/s{r.floor_us:10.2f}{r.ratio:7.2f}  {error:8}",
         flush=True,
     )
 
@@ -607,7 +598,6 @@ def run_cases(cases: Iterator[Case], bandwidth: float, rate: float) -> list[Resu
         error = case.check() if case.check else None
         us = time_case(case)
         floor = max(case.num_bytes / bandwidth, case.flops / rate)
-        peer = PEERS.get(case.name, {}).get(case.tokens)
         results.append(
             Result(
                 name=case.name,
@@ -618,7 +608,6 @@ def run_cases(cases: Iterator[Case], bandwidth: float, rate: float) -> list[Resu
                 floor_us=floor,
                 ratio=us / floor,
                 error=error,
-                peer_us=peer,
             )
         )
         gc.collect()
@@ -643,7 +632,7 @@ def main() -> None:
         warm_up(all_cases(arguments.only, arguments.tokens), index, count)
         return
     bandwidth, rate = measure_ceilings()
-    print("name                 T      time          bytes     rate      floor  ratio  error  peer")
+    print("name                 T      time          bytes     rate      floor  ratio  error")
     results = run_cases(all_cases(arguments.only, arguments.tokens), bandwidth, rate)
     for kind in arguments.layers:
         gc.collect()

@@ -1,9 +1,8 @@
-"""Checks and times the parallel layouts on the GPUs of one machine.
+"""Times the parallel layouts on the GPUs of one machine; tests/gpu/test_layouts.py checks them.
 
     python -m benchmarks.h200_parallel --output results.json            # all GPUs there are
-    python -m benchmarks.h200_parallel --gpus 2 --parts check layers
+    python -m benchmarks.h200_parallel --gpus 2 --parts layers
 
-- check: every layout of a small random model gives one process's logits and greedy tokens.
 - collectives: what ranks exchange at the released model's sizes, beside the time that NVLink needs
   for the bytes that one rank sends; a boundary after a sum and with the sum inside; the pooler
   whole and in blocks of columns.
@@ -21,7 +20,6 @@ import json
 import os
 import socket
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -47,8 +45,6 @@ from benchmarks.h200 import (
     released_config,
 )
 
-from musespark import load_decoder
-from musespark.checkpoint.quantize import quantize_checkpoint
 from musespark.config.parallel import Parallelism
 from musespark.model.layer import DecoderLayer
 from musespark.modules.rank_sums import connect_rank_sums
@@ -64,13 +60,10 @@ from musespark.parallel.collectives import (
 )
 from musespark.parallel.layout import Layout
 from musespark.parallel.mesh import build_mesh
-from musespark.testing import make_checkpoint
 
 LINK_BYTES_PER_US = 450e3  # NVLink 4, one direction
 SIZES = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 4096)
 FEW_TOKENS = 256  # up to so many are summed inside of kernels
-SMALLEST_VOCABULARY = 120
-LENGTHS = (1, 2, 3, 5, 9, 17, 300)
 
 UNFUSED = {"fuse_all_reduce": False}
 EXPERTS = {"expert_parallel": True}
@@ -78,31 +71,19 @@ TRAVEL = {**EXPERTS, "moe_backend": "all_to_all"}
 
 
 def layouts(world: int) -> dict[str, dict[str, Any]]:
-    """The ways to spread the model over `world` GPUs."""
+    """The ways to spread a layer over `world` GPUs."""
     tp = {"tensor_parallel_size": world}
     found: dict[str, dict[str, Any]] = {
         f"tp{world}": tp,
         f"tp{world} ep{world}": {**tp, **EXPERTS},
         f"sp{world}": {**tp, **TRAVEL, "sequence_parallel": True},
         f"dp{world} ep{world}": {"data_parallel_size": world, **TRAVEL},
-        f"pp{world}": {"pipeline_parallel_size": world},
         f"tp{world} unfused": {**tp, **UNFUSED},
         f"tp{world} ep{world} unfused": {**tp, **EXPERTS, **UNFUSED},
     }
     if world in (4, 8):
         found["hybrid"] = {**found[f"sp{world}"], "hybrid_token_threshold": 256}
-        half = world // 2
-        found[f"pp2 tp{half}"] = {"pipeline_parallel_size": 2, "tensor_parallel_size": half}
     return found
-
-
-@dataclass(frozen=True)
-class Checked:
-    layout: str
-    experts: str
-    error: float
-    """Largest difference of logits, in units of the largest logit."""
-    same_tokens: bool
 
 
 @dataclass(frozen=True)
@@ -148,34 +129,6 @@ def time_eagerly(call: Callable[[], Any], repeats: int = 9, calls: int = 4) -> f
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1000 / calls)
     return statistics.median(times)
-
-
-def check(world: int, rank: int, folders: dict[str, str]) -> Iterator[Checked]:
-    """Every layout, with either kind of experts, against one process."""
-    generator = torch.Generator().manual_seed(1)
-    for experts, folder in folders.items():
-        prompts = [
-            torch.randint(SMALLEST_VOCABULARY, (length,), generator=generator) for length in LENGTHS
-        ]
-        alone = load_decoder(folder, dtype="float32", device="cuda")
-        expected = [alone.compute_logits(prompt) for prompt in prompts]
-        for name, settings in layouts(world).items():
-            if settings.get("fuse_all_reduce"):
-                continue  # the tests have these
-            layout = layout_of(rank, tuple(settings.items()))
-            parallelism, mesh = layout.parallelism, layout.mesh
-            decoder = load_decoder(
-                folder, dtype="float32", device="cuda", parallelism=parallelism, mesh=mesh
-            )
-            error, wrong = 0.0, 0.0
-            for prompt, exact in zip(prompts, expected, strict=True):
-                logits = decoder.compute_logits(prompt)
-                if mesh.pipeline.rank == mesh.pipeline.size - 1:
-                    error = max(error, float((logits - exact).abs().max() / exact.abs().max()))
-                    wrong += float((logits.argmax(-1) != exact.argmax(-1)).sum())
-            torch.cuda.synchronize()
-            dist.barrier()
-            yield Checked(name, experts, slowest(error), slowest(wrong) == 0)
 
 
 def time_collectives(world: int, rank: int) -> Iterator[Timed]:
@@ -226,8 +179,6 @@ def time_layers(world: int, rank: int, kind: str) -> Iterator[Timed]:
     """One layer in every layout, and on one GPU."""
     alone: dict[int, float] = {}
     for name, settings in {"one GPU": {}, **layouts(world)}.items():
-        if "pp" in name:
-            continue  # a layer is on one stage: nothing new
         layout = layout_of(rank, tuple(settings.items()))
         parallelism, is_one = layout.parallelism, layout.parallelism.world_size == 1
         gc.collect()
@@ -262,16 +213,15 @@ def time_layer(layer: DecoderLayer, layout: Layout, T: int) -> float:
         return time_eagerly(run) if waits else median_us([run] * 3)
 
 
-def work(rank: int, world: int, port: int, folders: dict[str, str], arguments: Any) -> None:
+def work(rank: int, world: int, port: int, arguments: Any) -> None:
     """One process, on one GPU."""
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
         device_id=torch.device("cuda", rank),
     )  # fmt: skip
-    found: dict[str, list[dict[str, Any]]] = {"check": [], "collectives": [], "layers": []}
+    found: dict[str, list[dict[str, Any]]] = {"collectives": [], "layers": []}
     runs: dict[str, list[Iterator[Any]]] = {
-        "check": [check(world, rank, folders)],
         "collectives": [time_collectives(world, rank)],
         "layers": [time_layers(world, rank, kind) for kind in arguments.layers],
     }
@@ -299,7 +249,7 @@ def report(world: int, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parts = ["check", "collectives", "layers"]
+    parts = ["collectives", "layers"]
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
     parser.add_argument("--layers", nargs="*", default=["nvfp4"], choices=["nvfp4", "bf16"])
@@ -309,24 +259,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "4")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        folders = small_models(place) if "check" in arguments.parts else {}
-        mp.spawn(work, (arguments.gpus, port, folders, arguments), nprocs=arguments.gpus)
-
-
-def small_models(place: Path) -> dict[str, str]:
-    """A random model with wide experts, and the same with NVFP4 ones."""
-    plain = make_checkpoint(
-        place / "plain",
-        dtype=torch.float32,
-        num_attention_heads=8,
-        moe_hidden_size=256,
-        moe_intermediate_size=256,
-        mlp_layer_types=["sparse", "sparse", "dense", "sparse", "sparse", "sparse"],
-    )
-    quantize_checkpoint(plain, place / "nvfp4")
-    return {"bf16": str(plain), "nvfp4": str(place / "nvfp4")}
+    mp.spawn(work, (arguments.gpus, port, arguments), nprocs=arguments.gpus)
 
 
 if __name__ == "__main__":

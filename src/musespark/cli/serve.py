@@ -1,6 +1,8 @@
 """`musespark serve`: OpenAI's API and a chat page over HTTP."""
 
 import logging
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from musespark.engine.client import EngineClient, EngineInfo
 
 _EXAMPLE = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}]}'
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 @finish
@@ -49,13 +52,40 @@ def serve(
     from musespark.llm.serving import launch_engine
 
     def launch() -> "EngineClient":
-        return launch_engine(model, engine_config, device=device, dtype=dtype, revision=revision)
+        return launch_engine(
+            model,
+            engine_config,
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            progress=LoadingLines(),
+        )
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     if not (config.is_local or keys):
         print("Anyone who can reach this machine can use the server: --api-key limits that.")
     print(f"Loading {model} ...", flush=True)
     run_server(model, config, launch, api_keys=keys, revision=revision, on_ready=_announce)
+
+
+class LoadingLines:
+    """A `Progress` in lines, which stay readable in a log."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._told_at, self._is_loaded = clock, clock(), False
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Every ten seconds, and once at the end, after which kernels and graphs are made."""
+        now = self._clock()
+        if self._is_loaded:
+            return
+        if done_bytes == total_bytes:
+            self._is_loaded = True
+            print("The weights are loaded. Getting ready for requests ...", flush=True)
+        elif now - self._told_at >= _SECONDS_BETWEEN_LINES:
+            self._told_at = now
+            done, total = done_bytes / 2**30, total_bytes / 2**30
+            print(f"Loaded {done:.1f} of {total:.1f} GiB ({done / total:.0%}) ...", flush=True)
 
 
 def _checked_keys(keys: list[str]) -> tuple[str, ...]:

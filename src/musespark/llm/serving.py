@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+from musespark.checkpoint.load import Progress
 from musespark.checkpoint.source import resolve_checkpoint
 from musespark.config.engine import EngineConfig
 from musespark.config.environment import torchrun_place
@@ -25,6 +26,7 @@ def launch_engine(
     dtype: str | None = None,
     revision: str | None = None,
     in_process: bool = False,
+    progress: Progress | None = None,
 ) -> EngineClient:
     """Start loading a model and return at once; await `wait_ready()` of the result.
 
@@ -37,6 +39,7 @@ def launch_engine(
         dtype: as for `load_decoder`.
         revision: branch, tag or commit of a Hugging Face repository.
         in_process: run it in a thread of this process instead, for tests and notebooks.
+        progress: told the bytes of rank 0 that are loaded, and all of them, from another thread.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be spread like this, or is not there.
@@ -45,7 +48,13 @@ def launch_engine(
     if in_process:
         return start_thread_client(
             functools.partial(
-                build_engine, model, config, device=device, dtype=dtype, revision=revision
+                build_engine,
+                model,
+                config,
+                device=device,
+                dtype=dtype,
+                revision=revision,
+                progress=progress,
             ),
             max_queue_len=config.max_queue_len,
         )
@@ -59,4 +68,6 @@ def launch_engine(
     check_deployment(folder, config, device)
     build = part_builder(model, revision, folder, config, device, dtype)
     launcher = make_launcher(build, config, device)
-    return AsyncEngineClient(lambda deliver: RankGroup(launcher, config, deliver))
+    return AsyncEngineClient(
+        lambda deliver: RankGroup(launcher, config, deliver, on_loading=progress)
+    )

@@ -1,6 +1,6 @@
 """CPU speed beside transformers: the same checkpoint, the same machine, alternating runs.
 
-    python benchmarks/cpu_vs_transformers.py [--spark-mini] [--rounds 5] [--output FILE]
+    python -m benchmarks.cpu_vs_transformers [--spark-mini] [--rounds 5] [--output FILE]
 
 Both sides go through the public way to generate: `LLM.stream` here, `model.generate` there, with
 the fastest `experts_implementation` that transformers has for each case. A decode figure is batch
@@ -93,7 +93,7 @@ class Ours:
         return max(times.first_tokens), decode_rate(times.steps, len(batch))
 
 
-class Clock(StoppingCriteria):
+class Clock(StoppingCriteria):  # type: ignore[misc]
     """Stamps every step of transformers' generate."""
 
     def __init__(self) -> None:

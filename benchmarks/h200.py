@@ -1,11 +1,11 @@
 """Checks and times every operation, and whole decoder layers, at the released model's sizes.
 
-    python benchmarks/h200.py --output results.json            # all
-    python benchmarks/h200.py --only boundary finalize         # some operations
-    python benchmarks/h200.py --layers nvfp4                   # which layers; bare: no layer
-    python benchmarks/h200.py --tokens 1 16                    # at some sizes
-    python benchmarks/h200.py --slice 8                        # and decode with so many layers
-    python benchmarks/h200.py --warm-up 0/4                    # compile a quarter of the kernels
+    python -m benchmarks.h200 --output results.json            # all
+    python -m benchmarks.h200 --only boundary finalize         # some operations
+    python -m benchmarks.h200 --layers nvfp4                   # which layers; bare: no layer
+    python -m benchmarks.h200 --tokens 1 16                    # at some sizes
+    python -m benchmarks.h200 --slice 8                        # and decode with so many layers
+    python -m benchmarks.h200 --warm-up 0/4                    # compile a quarter of the kernels
 
 Each time is the median over replays of a CUDA graph that calls the operation several times, on
 inputs that change from call to call where they would otherwise stay in the cache. `floor` is the
@@ -40,6 +40,7 @@ from musespark.engine.runner import ModelRunner
 from musespark.model.decoder import Decoder
 from musespark.model.kv_cache import KVCacheSpec, LayerCache
 from musespark.model.layer import DecoderLayer
+from musespark.moe.block import CompressedMoE
 from musespark.ops.attention_decode import attention_decode_triton
 from musespark.ops.attention_paged import PagedSequences, sequences_on_device
 from musespark.ops.attention_prefill import attention_prefill_reference, attention_prefill_triton
@@ -161,9 +162,8 @@ def row_cases(T: int) -> Iterator[Case]:
 
     def check_boundary() -> float:
         args = boundary_inputs()
-        exact = residual_boundary_reference(
-            *(a.double() if isinstance(a, Tensor) else a for a in args)
-        )
+        wide: Any = [a.double() if isinstance(a, Tensor) else a for a in args]
+        exact = residual_boundary_reference(*wide)
         normed, stream = residual_boundary_triton(*args)
         assert relative_error(stream, exact[1]) < 1e-6
         return relative_error(normed, exact[0])
@@ -193,9 +193,9 @@ def row_cases(T: int) -> Iterator[Case]:
 
     def check_finalize() -> float:
         args = finalize_inputs()
-        exact = expert_finalize_reference(
-            *(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-        )
+        is_wide = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
+        wide: Any = [a.double() if w else a for a, w in zip(args, is_wide, strict=True)]
+        exact = expert_finalize_reference(*wide)
         return relative_error(expert_finalize_triton(*args), exact)
 
     yield Case(
@@ -355,6 +355,9 @@ def attention_cases(T: int) -> Iterator[Case]:
                     query, cache_in_order,
                 )  # fmt: skip
 
+            def call_of(window: int | None) -> Callable[[], Tensor]:
+                return prefill(window)[0]
+
             def check(window: int | None = window) -> float:
                 call, query, cache = prefill(window)
                 kept = slice(max(0, T - 64), T)
@@ -366,7 +369,7 @@ def attention_cases(T: int) -> Iterator[Case]:
 
             yield Case(
                 f"prefill_{name}", T, T * (key_bytes + 4 * HEADS * HEAD_DIM),
-                4 * pairs * HEADS * HEAD_DIM, lambda w=window: prefill(w)[0], check,
+                4 * pairs * HEADS * HEAD_DIM, partial(call_of, window), check,
             )  # fmt: skip
 
 
@@ -480,7 +483,8 @@ def time_layers(kind: str, sizes: list[int], bandwidth: float, rate: float) -> l
         context, queries = decode_or_prompt(T)
         run = partial(layer_step(T, context, queries), layer)
         chosen: list[Tensor] = []
-        hook = layer.mlp.gate.register_forward_hook(lambda *args: chosen.append(args[2].ids))  # noqa: B023
+        gate = cast("CompressedMoE", layer.mlp).gate
+        hook = gate.register_forward_hook(lambda *args: chosen.append(args[2].ids))  # noqa: B023
         with torch.inference_mode():
             assert bool(run().isfinite().all())
             hook.remove()
@@ -492,7 +496,7 @@ def time_layers(kind: str, sizes: list[int], bandwidth: float, rate: float) -> l
         flops = 2 * T * (other_bytes / 2 + K * 3 * H * INNER)
         floor = max(num_bytes / bandwidth, flops / rate)
         results.append(
-            Result(f"layer_{kind}", T, us, num_bytes, flops, floor, us / floor, None, None)
+            Result(f"layer_{kind}", T, us, num_bytes, flops, floor, us / floor, error=None)
         )
         print_result(results[-1])
     return results

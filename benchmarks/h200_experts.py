@@ -1,6 +1,6 @@
 """Experts of one layer at the released size on one H200: right first, then how fast.
 
-    python benchmarks/h200_experts.py [--variants] [--skip-bf16] [--out results.json]
+    python -m benchmarks.h200_experts [--variants] [--skip-bf16] [--out results.json]
 
 E = 256 experts of H = I = 4096, top 8. Every tiling is checked against float64 at the very shape
 that is timed: rows of several experts, outputs poisoned with NaN. Times are of CUDA graph replays
@@ -14,8 +14,11 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +29,14 @@ from musespark.ops.nvfp4 import dequantize
 from musespark.ops.nvfp4_hopper.experts import HopperNVFP4Experts, Tiling, choose_tiling
 
 E, H, I, K = 256, 4096, 4096, 8  # noqa: E741
-CASES = [(t, "uniform") for t in (1, 4, 16, 64, 256, 1024, 4096)] + [
+CASES: list[tuple[int, str]] = [(t, "uniform") for t in (1, 4, 16, 64, 256, 1024, 4096)] + [
     (t, "zipf") for t in (1024, 4096)
 ]
+Cases = list[tuple[int, str]]
+Run = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(x, ids) -> (rows, route index)."""
+WeightsOf = Callable[[int], tuple[Tensor, Tensor]]
+"""An expert's gate_up and down in float64."""
 TARGETS = {
     **dict(zip(CASES, (64, 215, 705, 1475, 1725, 2150, 5200), strict=False)),
     (1024, "zipf"): 2900,
@@ -103,7 +111,7 @@ def expected_rows(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, expert:
     return (torch.nn.functional.silu(gate) * up).bfloat16().double() @ down.T
 
 
-def worst_error(run, x: Tensor, ids: Tensor, weights_of) -> float:
+def worst_error(run: Run, x: Tensor, ids: Tensor, weights_of: WeightsOf) -> float:
     """The largest relative error over the busiest, the least busy and two more experts."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     rows, _ = run(x, ids)
@@ -120,7 +128,7 @@ def worst_error(run, x: Tensor, ids: Tensor, weights_of) -> float:
     return max(errors) if finite else float("nan")
 
 
-def graph_us(run, inputs: list[tuple[Tensor, Tensor]], launches: int) -> float:
+def graph_us(run: Callable[..., Any], inputs: Sequence[tuple[Any, Any]], launches: int) -> float:
     """Median microseconds of a launch, over nine replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -154,7 +162,9 @@ def ceilings() -> dict[str, float]:
     return {"read_tbps": x.numel() * 2 / us / 1e6, "bf16_tflops": tflops}
 
 
-def measure(run, case, weights_of, bytes_per_weight: float, launches: int) -> dict[str, object]:
+def measure(
+    run: Run, case: tuple[int, str], weights_of: WeightsOf, bytes_per_weight: float, launches: int
+) -> dict[str, Any]:
     """Check and time one case."""
     tokens, kind = case
     rotations = ROTATIONS.get(tokens, 1)
@@ -173,8 +183,8 @@ def measure(run, case, weights_of, bytes_per_weight: float, launches: int) -> di
     }  # fmt: skip
 
 
-def show(name: str, result: dict[str, object], target: float | None) -> None:
-    goal = f"{result['us'] / target:5.2f} of {target}" if target else ""  # type: ignore[operator]
+def show(name: str, result: dict[str, Any], target: float | None) -> None:
+    goal = f"{result['us'] / target:5.2f} of {target}" if target else ""
     print(
         f"{name:5} T={result['tokens']:<5}{result['routing']:8}{result['us']:9.1f} us "
         f"{result['tbps']:5.2f} TB/s {result['tflops']:6.1f} TFLOP/s error {result['error']:.1e} "
@@ -183,7 +193,7 @@ def show(name: str, result: dict[str, object], target: float | None) -> None:
     )
 
 
-def nvfp4(with_variants: bool, cases) -> list[dict[str, object]]:
+def nvfp4(with_variants: bool, cases: Cases) -> list[dict[str, Any]]:
     weights = random_nvfp4()
     originals = [w.clone() for w in weights]
     torch.cuda.synchronize()
@@ -202,16 +212,14 @@ def nvfp4(with_variants: bool, cases) -> list[dict[str, object]]:
     for case in cases:
         tilings = variants_of(case[0]) if with_variants else [choose_tiling(case[0] * K, E)]
         for tiling in tilings:
-            result = measure(
-                lambda x, ids, t=tiling: experts(x, ids, tiling=t), case, weights_of, 0.5625, 2
-            )
+            result = measure(partial(experts, tiling=tiling), case, weights_of, 0.5625, 2)
             result["tiling"] = short(tiling)
             show("nvfp4", result, TARGETS.get(case))
             results.append(result)
     return results
 
 
-def bf16(cases) -> list[dict[str, object]]:
+def bf16(cases: Cases) -> list[dict[str, Any]]:
     gate_up = torch.empty(E, 2 * I, H, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
     down = torch.empty(E, H, I, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
     experts = HopperBF16Experts(gate_up, down)
@@ -231,7 +239,9 @@ def short(tiling: Tiling | BF16Tiling) -> str:
     return ",".join(f"{key}={value}" for key, value in asdict(tiling).items()).replace(" ", "")
 
 
-def compile_share(index: int, count: int, with_variants: bool, cases, with_bf16: bool) -> None:
+def compile_share(
+    index: int, count: int, with_variants: bool, cases: Cases, with_bf16: bool
+) -> None:
     """Compile every count-th kernel into Triton's cache, on experts of the same widths."""
     tilings: list[Tiling | BF16Tiling] = []
     for tokens, _ in cases:
@@ -269,11 +279,11 @@ def main() -> None:
         compile_share(args.compile, args.workers, args.variants, cases, not args.skip_bf16)
         return
     start = time.perf_counter()
-    command = [sys.executable, __file__, *sys.argv[1:], "--compile"]
+    command = [sys.executable, "-m", "benchmarks.h200_experts", *sys.argv[1:], "--compile"]
     workers = [subprocess.Popen([*command, str(i)]) for i in range(args.workers)]
     codes = [worker.wait() for worker in workers]
     print(f"compiled in {time.perf_counter() - start:.1f} s, exit codes {codes}", flush=True)
-    report = {"device": torch.cuda.get_device_name(), "ceilings": ceilings()}
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ceilings": ceilings()}
     print(report, flush=True)
     report["nvfp4"] = nvfp4(args.variants, cases)
     torch.cuda.empty_cache()

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from benchmarks.h200 import (
     BF16,
     DEVICE,
@@ -44,6 +43,7 @@ from benchmarks.h200 import (
     randn,
     released_config,
 )
+from torch.multiprocessing.spawn import spawn
 
 from musespark.config.parallel import Parallelism
 from musespark.model.layer import DecoderLayer
@@ -259,7 +259,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "4")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    mp.spawn(work, (arguments.gpus, port, arguments), nprocs=arguments.gpus)
+    spawn(work, (arguments.gpus, port, arguments), nprocs=arguments.gpus)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Other engines' kernels beside ours on one H200: the same sizes, in turn, in one process.
 
-    python benchmarks/h200_peers.py --output results.json
+    python -m benchmarks.h200_peers --output results.json
 
 NVFP4 experts beside SGLang's Marlin kernel (W4A16, both products; its figures leave out routing
 lists, activation and the order of columns, ours have them), residual boundary, finalize and routing
@@ -16,8 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from h200 import BF16, DEVICE, F32, Case, D, H, all_cases, randn, time_case
-from h200_experts import CASES, ROTATIONS, E, I, K, ceilings, graph_us, random_nvfp4, routing
+from benchmarks.h200 import BF16, DEVICE, F32, Case, D, H, all_cases, randn, time_case
+from benchmarks.h200_experts import (
+    CASES,
+    ROTATIONS,
+    E,
+    I,
+    K,
+    ceilings,
+    graph_us,
+    random_nvfp4,
+    routing,
+)
 from torch import Tensor
 
 from musespark.ops.nvfp4_hopper.experts import HopperNVFP4Experts

@@ -1,6 +1,6 @@
 """Draws what h200.py measured: rooflines, and the bandwidth of operations that only move bytes.
 
-python benchmarks/h200_plot.py benchmarks/results/h200.json docs/images/h200-roofline.png
+python -m benchmarks.h200_plot benchmarks/results/h200.json docs/images/h200-roofline.png
 """
 
 import json

@@ -1,12 +1,12 @@
 """Where the time of one decoder layer goes: the kernels of one step, with the gaps between them.
 
-python benchmarks/h200_profile.py --kind nvfp4 --tokens 1
+python -m benchmarks.h200_profile --kind nvfp4 --tokens 1
 """
 
 import argparse
 
 import torch
-from h200 import BF16, CONTEXT, DEVICE, fill_randomly, layer_step, released_config
+from benchmarks.h200 import BF16, CONTEXT, DEVICE, fill_randomly, layer_step, released_config
 from torch.profiler import ProfilerActivity, profile
 
 from musespark.model.layer import DecoderLayer

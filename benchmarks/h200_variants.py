@@ -1,6 +1,6 @@
 """Times the kernels' launch settings against each other, to choose the ones in the code.
 
-python benchmarks/h200_variants.py --only boundary --output variants.json
+python -m benchmarks.h200_variants --only boundary --output variants.json
 """
 
 import argparse
@@ -10,9 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import h200
 import torch
-from h200 import BF16, DEVICE, F32, HEAD_DIM, HEADS, D, H, K, median_us, paged, randn
+from benchmarks import h200
+from benchmarks.h200 import BF16, DEVICE, F32, HEAD_DIM, HEADS, D, H, K, median_us, paged, randn
 from torch import Tensor
 
 from musespark.ops import attention_decode, attention_prefill, soft_cap

@@ -4,7 +4,7 @@
 is the time that every step of a real model pays on top. With `--loop`, what comes out is also
 packed into messages for another process, as `musespark serve` does.
 
-    python benchmarks/scheduler_cost.py [--num-seqs 256] [--loop] [--profile]
+    python -m benchmarks.scheduler_cost [--num-seqs 256] [--loop] [--profile]
 """
 
 import argparse

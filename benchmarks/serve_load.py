@@ -1,7 +1,7 @@
 """Load on a server, as people bring it: requests come when they come, not when others are done.
 
-    python benchmarks/serve_load.py --rate 4 --requests 100             # starts a server itself
-    python benchmarks/serve_load.py --url http://127.0.0.1:8000 --rate 4 --requests 100
+    python -m benchmarks.serve_load --rate 4 --requests 100             # starts a server itself
+    python -m benchmarks.serve_load --url http://127.0.0.1:8000 --rate 4 --requests 100
 
 Arrivals are a Poisson process of `--rate` requests a second. Prompt and output lengths are drawn
 from mixtures such as `16:3,128:1` (three short ones for each long one). Prompts are random

@@ -1,6 +1,6 @@
 """Many clients at once, some of which leave: does everyone else get what they would get alone?
 
-    python benchmarks/serve_soak.py --clients 200 --seconds 180
+    python -m benchmarks.serve_soak --clients 200 --seconds 180
 
 Every client asks one question after another: chats and plain completions, whole and streamed, one
 output and several. A share of them closes the connection at a random moment. All of it is greedy

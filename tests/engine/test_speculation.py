@@ -72,10 +72,21 @@ def half_right(tokens):
 THINK = {"oracle": next_logits, "wrong": wrong, "half right": half_right}
 
 
-def new_engine(think=None, *, layout=None, depth=1, num_tokens=4, confidences=None, **given):
+def new_engine(
+    think=None,
+    *,
+    layout=None,
+    depth=1,
+    runs_ahead=False,
+    num_tokens=4,
+    confidences=None,
+    **given,
+):
     """An engine around the fake model; with `think`, one that guesses ahead, and its draft."""
     layout = layout or layout_of()
-    executor = InProcessExecutor(FakeModel(layout), layout, LIMITS.max_num_seqs, depth=depth)
+    executor = InProcessExecutor(
+        FakeModel(layout), layout, LIMITS.max_num_seqs, depth=depth, runs_ahead=runs_ahead
+    )
     if think is None:
         return Engine(executor, layout, LIMITS)
     draft = FakeDraft(layout, think, confidences=confidences)
@@ -88,6 +99,7 @@ def new_engine(think=None, *, layout=None, depth=1, num_tokens=4, confidences=No
 
 def run(engine, requests):
     """Everything reported of each request's outputs, in order."""
+    engine.num_ahead = 0
     numbers = [engine.add_request(prompt, params) for prompt, params in requests]
     found: dict[tuple[int, int], list[NewToken]] = {}
     while engine.has_work:
@@ -95,6 +107,7 @@ def run(engine, requests):
             tokens = found.setdefault((token.request_id, token.output_index), [])
             assert not tokens or tokens[-1].finish_reason is None, "a token after the end"
             tokens.append(token)
+        engine.num_ahead += engine._launched is not None
         engine.scheduler.check_integrity()
     assert engine.scheduler.blocks.usage == 0
     pairs = zip(numbers, requests, strict=True)
@@ -252,9 +265,18 @@ def test_a_draft_that_is_never_right_is_not_asked_for_long():
 
 def test_what_waited_while_nothing_was_guessed_is_taken_in():
     """The load comes and goes, requests end and are preempted; the draft misses nothing."""
-    for kinds, num_blocks in (("both", 200), ("full", 200), ("both", 40), ("sliding", 40)):
+    for kinds, num_blocks, runs_ahead in (
+        ("both", 200, False),
+        ("full", 200, True),
+        ("both", 40, True),
+        ("sliding", 40, False),
+    ):
         engine = new_engine(
-            half_right, layout=layout_of(kinds, num_blocks), costs=CHEAP_FOR_TWO, fixed_width=False
+            half_right,
+            layout=layout_of(kinds, num_blocks),
+            runs_ahead=runs_ahead,
+            costs=CHEAP_FOR_TWO,
+            fixed_width=False,
         )
         rng = random.Random(3)
         requests = [
@@ -268,16 +290,17 @@ def test_what_waited_while_nothing_was_guessed_is_taken_in():
         assert without_cached(run(engine, requests)) == without_cached(expected)
         steps = engine.stats().steps
         assert 0 < len(engine.draft.num_proposed) < 0.8 * steps
+        assert (engine.num_ahead > 0) is runs_ahead
         assert_took_in(engine, requests, expected)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("how", [{}, {"depth": 2}, {"runs_ahead": True}])
 @pytest.mark.parametrize("last_step", [9, 20, 33, 1000])
-def test_whoever_finds_a_block_finds_what_the_draft_needs_of_it(depth, last_step):
+def test_whoever_finds_a_block_finds_what_the_draft_needs_of_it(how, last_step):
     """Requests end, or are given up, while tokens wait for the draft; others go on from there."""
     # A window that no token leaves while it waits.
     layout = dataclasses.replace(layout_of(), sliding_window=40)
-    engine = new_engine(half_right, layout=layout, depth=depth, costs=DEAR, fixed_width=False)
+    engine = new_engine(half_right, layout=layout, costs=DEAR, fixed_width=False, **how)
     texts = {}
     for seed in range(6):
         prompt = prompt_of(9 + 4 * seed, seed)
@@ -314,11 +337,25 @@ def test_a_request_that_ends_under_load_costs_the_draft_nothing():
     assert engine.draft.num_injected == [16 * count for count in still_running]
 
 
+def test_steps_run_ahead_while_nothing_is_guessed():
+    """All but the first, those in which the draft takes in what waits, and those that read."""
+    requests = [(prompt_of(9, seed), dataclasses.replace(GREEDY, max_tokens=70)) for seed in (1, 2)]
+    expected = run(new_engine(), requests)
+    for costs, least, most in ((DEAR, 58, 66), (CHEAP, 0, 0)):
+        engine = new_engine(half_right, runs_ahead=True, costs=costs, fixed_width=False)
+        assert run(engine, requests) == expected
+        assert least <= engine.num_ahead <= most
+    assert engine.draft.num_proposed
+
+
 def test_aborts_leave_the_others_alone():
     prompts = [prompt_of(20, seed) for seed in range(4)]
     expected = [run(new_engine(), [(prompt, SAMPLED)])[0][0] for prompt in prompts]
-    for steps in (1, 2, 3, 5):
-        engine = new_engine(half_right, depth=2)
+    for steps, settings in [
+        *((steps, {"depth": 2}) for steps in (1, 2, 3, 5)),
+        *((steps, {"runs_ahead": True, "costs": DEAR, "fixed_width": False}) for steps in (3, 9)),
+    ]:
+        engine = new_engine(half_right, **settings)
         numbers = [engine.add_request(prompt, SAMPLED) for prompt in prompts]
         found = {number: Finished() for number in numbers}
         for count in range(200):

@@ -20,13 +20,15 @@ class Clock:
         self.now += seconds + (5.0 if self.runs % 7 in (1, 4) else 0.0)
 
 
-def test_the_fastest_of_several_runs_after_the_first_ones():
+@pytest.mark.parametrize("plain_steps", [1, 4])
+def test_the_fastest_of_several_runs_after_the_first_ones(plain_steps):
     clock = Clock()
     costs = measure_costs(
-        lambda n, rows: clock.run(0.5 + 0.1 * n * rows),
+        lambda n, rows, count: clock.run(count * (0.5 + 0.1 * n * rows)),
         lambda _: clock.run(0.05),
         sizes=(1, 4, 16),
         num_guesses=4,
+        plain_steps=plain_steps,
         clock=clock,
     )
     assert [size for size, _ in costs.verify_all] == [1, 4, 16]

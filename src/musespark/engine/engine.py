@@ -252,9 +252,13 @@ class Engine:
         schedule, logits = self._still_wanted(step, output.logits)
         sampling = [item for item in schedule if item.samples]
         is_foreseen, is_ahead = bool(sampling) and self._may_go_ahead(schedule), False
+        speculation = self._speculation
+        features = None if speculation is None else speculation.features(output)
         # How to sample depends on what was there before this step.
         rows = self._rows(sampling)
         if is_foreseen:
+            if speculation is not None:
+                speculation.before_commit(schedule)
             self._foresee(schedule, sampling)
             is_ahead = self._submit(self.scheduler.schedule_ahead())
         started = time.perf_counter()
@@ -266,25 +270,28 @@ class Engine:
         sampled = chosen.read()
         # Only now is it known that a GPU has finished: the sampled tokens are here.
         self._model_seconds += time.perf_counter() - started
-        if self._speculation is not None:
-            self._speculation.observe(sampling, sampled.token_ids)
-            self._speculation.before_commit(schedule)
+        if speculation is not None:
+            speculation.observe(sampling, sampled.token_ids)
         if not is_foreseen:
+            if speculation is not None:
+                speculation.before_commit(schedule)
             self._foresee(schedule, sampling)
         results = self._settle_all(sampling, sampled)
-        if self._speculation is not None:
-            self._speculate(self._speculation, step, output, schedule, results)
+        if speculation is not None and features is not None:
+            parts = self._parts(step, schedule, results)
+            speculation.follow(output, features, parts, self._sampler, is_overtaken=is_ahead)
+            self._count_time(speculation, step, schedule, len(results))
         return results
 
     def _may_go_ahead(self, schedule: list[ScheduledRequest]) -> bool:
         """Whether the next step can begin before the tokens that this one samples are known.
 
-        Not with a draft, which guesses from them, nor where rows are sampled one by one; see also
+        Not where a draft guesses from them, nor where rows are sampled one by one; see also
         `_needs_each_token`.
         """
         return (
             self._executor.runs_ahead
-            and self._speculation is None
+            and (self._speculation is None or self._speculation.rests(schedule))
             and self._limits.fixed_chunk is None
             and not any(item.request.needs_each_token for item in schedule)
         )
@@ -313,15 +320,10 @@ class Engine:
         self._num_new_tokens += len(results)
         return results
 
-    def _speculate(
-        self,
-        speculation: Speculation,
-        step: _Step,
-        output: StepOutput,
-        schedule: list[ScheduledRequest],
-        results: list[NewToken],
-    ) -> None:
-        """Let the draft take in what stands of a step, and guess what follows."""
+    def _parts(
+        self, step: _Step, schedule: list[ScheduledRequest], results: list[NewToken]
+    ) -> list[StepPart]:
+        """What stands of a step."""
         places = {id(item.request): place for place, item in enumerate(step.schedule)}
         counts: Counter[tuple[int, int]] = Counter()
         if any(item.num_drafts for item in schedule):
@@ -332,10 +334,18 @@ class Engine:
                 # The last of the new tokens is sampled, and was not run.
                 num_kept += counts[request.request_id, request.index] - 1 - num_drafts
             parts.append(StepPart(request, places[id(request)], num_kept, samples))
-        speculation.follow(output, parts, self._sampler)
+        return parts
+
+    def _count_time(
+        self,
+        speculation: Speculation,
+        step: _Step,
+        schedule: list[ScheduledRequest],
+        num_new_tokens: int,
+    ) -> None:
         started = max(step.started, self._last_collected)
         self._last_collected = time.perf_counter()
-        speculation.count_time(schedule, len(results), self._last_collected - started)
+        speculation.count_time(schedule, num_new_tokens, self._last_collected - started)
 
     def _still_wanted(self, step: _Step, logits: Tensor) -> tuple[list[ScheduledRequest], Tensor]:
         """A step without the requests that were aborted while it was under way."""

@@ -8,6 +8,9 @@ sequence's end, where the next rows overwrite them, and the draft never takes th
 
 A block with tokens that wait has no name in the prefix cache yet. So they can be dropped when their
 request ends, and whoever finds a block there finds the draft's keys and values in it as well.
+
+While nothing is guessed, the next step may begin before a step's tokens are known, as without a
+draft: only what the draft reads of a step has to be copied before the next one is launched.
 """
 
 import time
@@ -187,23 +190,59 @@ class Speculation:
             saved_seconds=self._saved_seconds,
         )
 
+    def rests(self, schedule: Sequence[ScheduledRequest]) -> bool:
+        """Whether a step will only leave its rows to wait, as is known before its tokens are.
+
+        Requests that end with it unforeseen may make guessing worth it one step earlier.
+        """
+        if self._refused is None or not self._lets_wait(schedule):
+            return False
+        num_sampling = sum(item.samples for item in schedule)
+        # One of those that they want is this step's.
+        num_guessing = sum(item.samples and item.request.num_wanted_tokens > 2 for item in schedule)
+        return (num_guessing, num_sampling) == self._refused
+
+    def features(self, output: StepOutput) -> Tensor:
+        """[T, W] what the draft reads of a step: a copy, to be made before the next one is
+        launched, since a graph's own taps last until then only."""
+        return self._proposer.features(output.taps)
+
+    def _lets_wait(self, schedule: Sequence[ScheduledRequest]) -> bool:
+        is_plain = all(item.num_new_tokens == 1 for item in schedule)
+        return is_plain and len(self._waiting) + 1 < _STEPS_AT_ONCE
+
     def before_commit(self, schedule: Sequence[ScheduledRequest]) -> None:
         """Before a step is committed: say of its requests how many of their tokens will wait."""
-        is_plain = all(item.num_new_tokens == 1 for item in schedule)
-        self._may_wait = is_plain and len(self._waiting) + 1 < _STEPS_AT_ONCE
+        self._may_wait = self._lets_wait(schedule)
         for item in schedule:
             waiting = item.request.num_waiting_tokens
             item.request.num_waiting_tokens = waiting + 1 if self._may_wait else 0
 
-    def follow(self, output: StepOutput, parts: Sequence[StepPart], sampler: Sampler) -> None:
-        """After a step, which has been committed: take in what stands, and guess what follows."""
+    def follow(
+        self,
+        output: StepOutput,
+        features: Tensor,
+        parts: Sequence[StepPart],
+        sampler: Sampler,
+        *,
+        is_overtaken: bool,
+    ) -> None:
+        """After a step, which has been committed: take in what stands, and guess what follows.
+
+        Args:
+            output: what came of the step.
+            features: from `features`.
+            parts: what stands of it.
+            sampler: draws guesses as it draws tokens.
+            is_overtaken: the next step is under way already. It `rests`.
+        """
         if not parts:
             return
         started = time.perf_counter()
-        self._waiting.append(self._standing(output, parts))
+        self._waiting.append(_standing(output.batch, features, parts))
         drafting = [part for part in parts if part.has_sampled and _may_guess(part.request)]
         num_sampling = sum(part.has_sampled for part in parts)
-        guesses = self._is_worthwhile(len(drafting), num_sampling)
+        guesses = not is_overtaken and self._is_worthwhile(len(drafting), num_sampling)
         if guesses or not self._may_wait:
             ended = (part.request for part in parts)
             self._inject({id(r) for r in ended if r.status is RequestStatus.FINISHED})
@@ -241,24 +280,6 @@ class Speculation:
         if len(rows.positions):
             self._proposer.inject(rows.features, rows.positions, *rows.slots)
 
-    def _standing(self, output: StepOutput, parts: Sequence[StepPart]) -> _Rows:
-        """The rows of a step that stand."""
-        batch = output.batch
-        starts = batch.query_start
-        full, sliding = (None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
-        owners = [(part.request, part.request.num_starts, part.num_kept) for part in parts]
-        # A copy, since a graph's own taps last until the next step only.
-        features = self._proposer.features(output.taps)
-        rows = _Rows(features, batch.positions, (full, sliding), owners)
-        if sum(part.num_kept for part in parts) == starts[-1]:
-            return rows
-        kept = [
-            row
-            for part in parts
-            for row in range(starts[part.place], starts[part.place] + part.num_kept)
-        ]
-        return rows.take(kept)
-
     def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
         requests = [part.request for part in drafting]
         count = self._settings.num_tokens
@@ -291,6 +312,22 @@ class Speculation:
                 self._drawn_from[request.slot] = request, guess.distributions[row]
             else:
                 self._drawn_from.pop(request.slot, None)
+
+
+def _standing(batch: ForwardBatch, features: Tensor, parts: Sequence[StepPart]) -> _Rows:
+    """The rows of a step that stand."""
+    starts = batch.query_start
+    full, sliding = (None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
+    owners = [(part.request, part.request.num_starts, part.num_kept) for part in parts]
+    rows = _Rows(features, batch.positions, (full, sliding), owners)
+    if sum(part.num_kept for part in parts) == starts[-1]:
+        return rows
+    kept = [
+        row
+        for part in parts
+        for row in range(starts[part.place], starts[part.place] + part.num_kept)
+    ]
+    return rows.take(kept)
 
 
 def _may_guess(request: Request) -> bool:

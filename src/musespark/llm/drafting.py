@@ -33,6 +33,9 @@ from musespark.speculative.costs import cached_costs, measure_costs
 from musespark.speculative.proposer import DraftProposer
 from musespark.speculative.verify import Verification
 
+# Steps without guesses that are timed together, where each may begin before the last has ended.
+_STEPS_AHEAD = 4
+
 
 def with_chosen_draft(config: EngineConfig, model: str | Path) -> EngineConfig:
     """The same settings, with the draft that "auto" stands for; it depends on the model's name."""
@@ -123,7 +126,7 @@ def make_speculation(
     proposer = DraftProposer(draft, decoder.config, spec)
     costs: StepCosts | None = None
     if not executor.in_lockstep:  # where a step needs other engines, which may not measure now
-        key = _cost_key(chosen, decoder, spec, config)
+        key = _cost_key(chosen, decoder, spec, config, executor)
         trial = _Trial(proposer, executor, layout, chosen.num_tokens)
         if config.warms_up and proposer.records_guesses:
             trial.record(config)
@@ -141,7 +144,11 @@ def make_speculation(
 
 
 def _cost_key(
-    chosen: ChosenDraft, decoder: Decoder, spec: KVCacheSpec, config: EngineConfig
+    chosen: ChosenDraft,
+    decoder: Decoder,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    executor: Executor,
 ) -> dict[str, Any]:
     """All that the times of steps depend on."""
     on_gpu = decoder.device.type == "cuda"
@@ -158,6 +165,7 @@ def _cost_key(
         "layout": repr(decoder.layout),
         "experts": config.moe_backend,
         "sizes": [config.max_num_seqs, config.max_num_batched_tokens],
+        "runs_ahead": executor.runs_ahead,
     }
 
 
@@ -168,6 +176,7 @@ class _Trial:
         self, proposer: DraftProposer, executor: Executor, layout: CacheLayout, num_tokens: int
     ) -> None:
         self._proposer, self._num_tokens = proposer, num_tokens
+        self._runs_ahead = executor.runs_ahead
         self._steps = TrialSteps(executor, layout, 1 + num_tokens)
         self._last: StepOutput | None = None
 
@@ -181,10 +190,14 @@ class _Trial:
         """Time 1, 2, 4, ... sequences, as many as the settings allow."""
         most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + self._num_tokens))
         sizes = [1 << power for power in range(max(1, most).bit_length())]
-        return measure_costs(self._step, self._guess, sizes, self._num_tokens)
+        plain_steps = _STEPS_AHEAD if self._runs_ahead else 1
+        return measure_costs(
+            self._step, self._guess, sizes, self._num_tokens, plain_steps=plain_steps
+        )
 
-    def _step(self, num_sequences: int, rows: int) -> None:
-        output = self._last = self._steps.run(num_sequences, rows)
+    def _step(self, num_sequences: int, rows: int, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            output = self._last = self._steps.run(num_sequences, rows)
         output.logits.argmax(dim=-1).tolist()
         if rows == 1:
             return  # such rows wait, and are taken in with those of other steps

@@ -14,8 +14,8 @@ from musespark.speculative.budget import StepCosts, check_costs, smoothed
 # since whatever else the machine does only ever adds.
 _WARM_UPS, _RUNS = 2, 7
 
-Step = Callable[[int, int], None]
-"""Runs a step: (sequences, tokens of each); waits until it is done."""
+Step = Callable[[int, int, int], None]
+"""Runs alike steps: (sequences, tokens of each, how many steps); waits until all are done."""
 
 
 def measure_costs(
@@ -24,15 +24,18 @@ def measure_costs(
     sizes: Iterable[int],
     num_guesses: int,
     *,
+    plain_steps: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCosts:
     """Time the parts of speculative decoding, for each number of sequences in `sizes`.
 
     Args:
-        step: a step of the target; behind one of several tokens the draft takes them in.
+        step: steps of the target; behind one of several tokens the draft takes them in.
         draft: guessing.
         sizes: numbers of sequences, ascending.
         num_guesses: tokens guessed for each sequence.
+        plain_steps: without guesses, this many begin before one is waited for; more than 1 where a
+            step begins before the one ahead has ended.
         clock: seconds.
     """
 
@@ -49,9 +52,9 @@ def measure_costs(
         # In turn, so that all of them meet the machine in the same mood.
         times = [
             (
-                seconds(step, size, 1),
-                seconds(step, size, 2),
-                seconds(step, size, 1 + num_guesses),
+                seconds(step, size, 1, plain_steps) / plain_steps,
+                seconds(step, size, 2, 1),
+                seconds(step, size, 1 + num_guesses, 1),
                 seconds(draft, size),
             )
             for _ in range(_WARM_UPS + _RUNS)

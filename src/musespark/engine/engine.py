@@ -252,7 +252,8 @@ class Engine:
         schedule, logits = self._still_wanted(step, output.logits)
         sampling = [item for item in schedule if item.samples]
         is_foreseen, is_ahead = bool(sampling) and self._may_go_ahead(schedule), False
-        speculation = self._speculation
+        # A replica in lockstep has steps without a token.
+        speculation = self._speculation if schedule else None
         features = None if speculation is None else speculation.features(output)
         # How to sample depends on what was there before this step.
         rows = self._rows(sampling)

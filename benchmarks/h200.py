@@ -68,6 +68,7 @@ E, K, H, INNER, V, WINDOW = 256, 8, 4096, 4096, 202048, 2048
 SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 BLOCK_SIZE, CONTEXT = 16, 4096
 L2_BYTES = 60 * 2**20
+GATE_OF_A_TENTH = -0.66  # sigmoid(gate / 0.3)
 DEVICE = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -434,6 +435,12 @@ def fill_randomly(model: torch.nn.Module) -> None:
             weight.data.fill_(0.02)
         elif name.startswith("embed_tokens"):
             weight.data.normal_()
+        elif name.endswith("residual_gate.gate"):
+            # A branch changes the stream by a tenth. With more of it, a prompt's average over its
+            # keys, which is alike for all tokens, would send all of them to the same experts.
+            weight.data.fill_(GATE_OF_A_TENTH)
+        elif name.endswith("e_score_correction_bias"):
+            weight.data.zero_()
         else:
             weight.data.normal_(std=1 / 64 if weight.dim() > 1 else 0.1)
     for method in ("finish_loading", "pack"):

@@ -424,25 +424,30 @@ def released_config(quantized: bool, num_layers: int = 1) -> DecoderConfig:
     return replace(config, quantization=QuantizationConfig()) if quantized else config
 
 
+def draw(name: str, weight: Tensor) -> None:
+    """Fill a weight with random numbers of a fitting size."""
+    if weight.dtype == torch.uint8:
+        weight.random_(0, 256)
+    elif weight.dtype == torch.float8_e4m3fn:
+        weight.view(torch.uint8).random_(40, 60)
+    elif name.endswith("scale_2"):
+        weight.fill_(0.02)
+    elif name.startswith("embed_tokens"):
+        weight.normal_()
+    elif name.endswith("residual_gate.gate"):
+        # A branch changes the stream by a tenth. With more of it, a prompt's average over its keys,
+        # which is alike for all tokens, would send all of them to the same experts.
+        weight.fill_(GATE_OF_A_TENTH)
+    elif name.endswith("e_score_correction_bias"):
+        weight.zero_()
+    else:
+        weight.normal_(std=1 / 64 if weight.dim() > 1 else 0.1)
+
+
 def fill_randomly(model: torch.nn.Module) -> None:
     """Random weights, then all that follows loading."""
     for name, weight in model.named_parameters():
-        if weight.dtype == torch.uint8:
-            weight.data.random_(0, 256)
-        elif weight.dtype == torch.float8_e4m3fn:
-            weight.data.view(torch.uint8).random_(40, 60)
-        elif name.endswith("scale_2"):
-            weight.data.fill_(0.02)
-        elif name.startswith("embed_tokens"):
-            weight.data.normal_()
-        elif name.endswith("residual_gate.gate"):
-            # A branch changes the stream by a tenth. With more of it, a prompt's average over its
-            # keys, which is alike for all tokens, would send all of them to the same experts.
-            weight.data.fill_(GATE_OF_A_TENTH)
-        elif name.endswith("e_score_correction_bias"):
-            weight.data.zero_()
-        else:
-            weight.data.normal_(std=1 / 64 if weight.dim() > 1 else 0.1)
+        draw(name, weight.data)
     for method in ("finish_loading", "pack"):
         for module in model.modules():
             kind: Any = type(module)

@@ -288,7 +288,9 @@ def _prefill_kernel(
         high = tl.where(after, high, middle)
     sequence = low
     query_start = tl.load(query_start_ptr + sequence)
-    num_queries = tl.load(query_start_ptr + sequence + 1) - query_start
+    # Where all sequences are left out, the last one found has none of the tokens.
+    end = tl.minimum(sequence + 1, num_sequences)
+    num_queries = tl.load(query_start_ptr + end) - query_start
     own_run = run - ((query_start - first_token) // BLOCK_T + sequence - first_sequence)
     begin = own_run * BLOCK_T
     if begin < num_queries:

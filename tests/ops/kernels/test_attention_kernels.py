@@ -13,6 +13,7 @@ from musespark.ops.attention_paged import (
     attention_paged,
     attention_paged_triton,
 )
+from musespark.ops.attention_prefill import attention_prefill_triton
 from musespark.ops.output_gate import output_gate_reference
 
 pytestmark = needs_kernels
@@ -123,6 +124,23 @@ def test_many_parts_equal_one(monkeypatch):
         )
     assert_within(outputs[1].cpu(), outputs[0].cpu(), 1e-6)
     assert_within(outputs[2].cpu(), outputs[0].cpu(), 1e-6)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_sequences_that_the_device_leaves_out(first):
+    new, seq_lens = [1, 1, 5], [4, 19, 9]
+    contents, cache, table = paged(seq_lens, [0] * 3, 4, 2, F32)
+    query = heads(7, 4, F32, 7)
+    out = torch.full((7, 4, HEAD_DIM), 7.0, device=DEVICE)
+    numbers = int32(0, 1, 2, 7), int32(0, 0, 0), int32(*seq_lens)
+    arguments = on_device(query, *cache, table, *numbers, SCALE)
+    attention_prefill_triton(*arguments, first_sequence=int32(first), out=out)
+    assert bool((out[: [0, 1, 2, 7][first]] == 7.0).all())
+    for row in range(first, len(new)):
+        rows = slice(sum(new[:row]), sum(new[: row + 1]))
+        key, value = contents[row]
+        exact, size = exact_prefill(query[rows], key, value, SCALE, None)
+        assert_within(out[rows].cpu(), exact, BOUND[F32] * size)
 
 
 def test_padding_rows_are_zero():

@@ -104,6 +104,11 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
+def widened(args: tuple[Any, ...]) -> Any:
+    """The same arguments, real tensors in float64."""
+    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+
+
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     return float((actual.double() - exact.double()).norm() / exact.double().norm())
 
@@ -163,8 +168,7 @@ def row_cases(T: int) -> Iterator[Case]:
 
     def check_boundary() -> float:
         args = boundary_inputs()
-        wide: Any = [a.double() if isinstance(a, Tensor) else a for a in args]
-        exact = residual_boundary_reference(*wide)
+        exact = residual_boundary_reference(*widened(args))
         normed, stream = residual_boundary_triton(*args)
         assert relative_error(stream, exact[1]) < 1e-6
         return relative_error(normed, exact[0])
@@ -194,9 +198,7 @@ def row_cases(T: int) -> Iterator[Case]:
 
     def check_finalize() -> float:
         args = finalize_inputs()
-        is_wide = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
-        wide: Any = [a.double() if w else a for a, w in zip(args, is_wide, strict=True)]
-        exact = expert_finalize_reference(*wide)
+        exact = expert_finalize_reference(*widened(args))
         return relative_error(expert_finalize_triton(*args), exact)
 
     yield Case(
@@ -356,7 +358,7 @@ def attention_cases(T: int) -> Iterator[Case]:
                     query, cache_in_order,
                 )  # fmt: skip
 
-            def call_of(window: int | None) -> Callable[[], Tensor]:
+            def make(window: int | None = window) -> Callable[[], Tensor]:
                 return prefill(window)[0]
 
             def check(window: int | None = window) -> float:
@@ -370,7 +372,7 @@ def attention_cases(T: int) -> Iterator[Case]:
 
             yield Case(
                 f"prefill_{name}", T, T * (key_bytes + 4 * HEADS * HEAD_DIM),
-                4 * pairs * HEADS * HEAD_DIM, partial(call_of, window), check,
+                4 * pairs * HEADS * HEAD_DIM, make, check,
             )  # fmt: skip
 
 
@@ -589,7 +591,7 @@ def print_result(r: Result) -> None:
     error = "" if r.error is None else f"{r.error:.1e}"
     print(
         f"{r.name:16}{r.tokens:6}{r.us:10.2f} us{r.num_bytes / 1e6:11.2f} MB"
-        f"{r.num_bytes / r.us / 1e6:7.2f} TB/s{r.floor_us:10.2f}{r.ratio:7.2f}  {error:8}",
+        f"{r.num_bytes / r.us / 1e6:7.2f} TB/s{r.floor_us:10.2f}{r.ratio:7.2f}  {error}",
         flush=True,
     )
 

@@ -29,10 +29,11 @@ from musespark.ops.nvfp4 import dequantize
 from musespark.ops.nvfp4_hopper.experts import HopperNVFP4Experts, Tiling, choose_tiling
 
 E, H, I, K = 256, 4096, 4096, 8  # noqa: E741
-CASES: list[tuple[int, str]] = [(t, "uniform") for t in (1, 4, 16, 64, 256, 1024, 4096)] + [
+Case = tuple[int, str]
+"""(tokens, routing)."""
+CASES: list[Case] = [(t, "uniform") for t in (1, 4, 16, 64, 256, 1024, 4096)] + [
     (t, "zipf") for t in (1024, 4096)
 ]
-Cases = list[tuple[int, str]]
 Run = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(x, ids) -> (rows, route index)."""
 WeightsOf = Callable[[int], tuple[Tensor, Tensor]]
@@ -163,7 +164,7 @@ def ceilings() -> dict[str, float]:
 
 
 def measure(
-    run: Run, case: tuple[int, str], weights_of: WeightsOf, bytes_per_weight: float, launches: int
+    run: Run, case: Case, weights_of: WeightsOf, bytes_per_weight: float, launches: int
 ) -> dict[str, Any]:
     """Check and time one case."""
     tokens, kind = case
@@ -193,7 +194,7 @@ def show(name: str, result: dict[str, Any], target: float | None) -> None:
     )
 
 
-def nvfp4(with_variants: bool, cases: Cases) -> list[dict[str, Any]]:
+def nvfp4(with_variants: bool, cases: list[Case]) -> list[dict[str, Any]]:
     weights = random_nvfp4()
     originals = [w.clone() for w in weights]
     torch.cuda.synchronize()
@@ -219,7 +220,7 @@ def nvfp4(with_variants: bool, cases: Cases) -> list[dict[str, Any]]:
     return results
 
 
-def bf16(cases: Cases) -> list[dict[str, Any]]:
+def bf16(cases: list[Case]) -> list[dict[str, Any]]:
     gate_up = torch.empty(E, 2 * I, H, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
     down = torch.empty(E, H, I, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
     experts = HopperBF16Experts(gate_up, down)
@@ -240,7 +241,7 @@ def short(tiling: Tiling | BF16Tiling) -> str:
 
 
 def compile_share(
-    index: int, count: int, with_variants: bool, cases: Cases, with_bf16: bool
+    index: int, count: int, with_variants: bool, cases: list[Case], with_bf16: bool
 ) -> None:
     """Compile every count-th kernel into Triton's cache, on experts of the same widths."""
     tilings: list[Tiling | BF16Tiling] = []

@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ ROUNDS = 3
 SMALL_SIZES = (1, 16, 64, 256, 2048)
 Weight = tuple[Tensor, Tensor]
 """Codes and scales."""
+Time = Callable[[], float]
+"""Takes a time, us."""
 
 
 class MarlinExperts:
@@ -80,9 +83,7 @@ class MarlinExperts:
         )
         both, hidden, rows = (randn(tokens * K, width) for width in (2 * I, I, H))
 
-        def multiply(
-            source: Tensor, out: Tensor, weight: tuple[Tensor, Tensor], top_k: int
-        ) -> None:
+        def multiply(source: Tensor, out: Tensor, weight: Weight, top_k: int) -> None:
             self._product(
                 source, out, weight[0], None, weight[1], self._factors, None, None, None,
                 self._locks, *lists, moe_block_size=block, top_k=top_k, mul_topk_weights=False,
@@ -99,7 +100,7 @@ class MarlinExperts:
 
 
 def compare_experts() -> Iterator[dict[str, Any]]:
-    """Each size in turn, several rounds; medians over rounds."""
+    """Every size."""
     marlin = MarlinExperts()
     experts = HopperNVFP4Experts(*random_nvfp4())
     for tokens, kind in CASES:
@@ -109,11 +110,11 @@ def compare_experts() -> Iterator[dict[str, Any]]:
         ]
         theirs = [(marlin.prepare(*each), None) for each in inputs]
         launches = 2 * len(inputs) if tokens <= 64 else 2
-        times: dict[str, list[float]] = {"us": [], "peer_us": []}
-        for _ in range(ROUNDS):
-            times["us"].append(graph_us(experts, inputs, launches))
-            times["peer_us"].append(graph_us(lambda run, _: run(), theirs, launches))
-        yield compared(f"experts, {kind}", tokens, "Marlin", **times)
+        yield compared(
+            f"experts, {kind}", tokens, "Marlin",
+            partial(graph_us, experts, inputs, launches),
+            partial(graph_us, lambda run, _: run(), theirs, launches),
+        )  # fmt: skip
 
 
 def small_cases(tokens: int) -> dict[str, Callable[[], Callable[[], Any]]]:
@@ -146,22 +147,21 @@ def small_cases(tokens: int) -> dict[str, Callable[[], Callable[[], Any]]]:
 
 
 def compare_small() -> Iterator[dict[str, Any]]:
-    """As for `compare_experts`; inputs change from call to call on both sides."""
+    """Every size; inputs change from call to call on both sides."""
     for tokens in SMALL_SIZES:
         makers = small_cases(tokens)
         for ours in all_cases(list(makers), [tokens]):
             theirs = Case(ours.name, tokens, ours.num_bytes, ours.flops, makers[ours.name])
-            times: dict[str, list[float]] = {"us": [], "peer_us": []}
-            for _ in range(ROUNDS):
-                times["us"].append(time_case(ours))
-                times["peer_us"].append(time_case(theirs))
-            yield compared(ours.name, tokens, "vLLM", **times)
+            yield compared(
+                ours.name, tokens, "vLLM", partial(time_case, ours), partial(time_case, theirs)
+            )
 
 
 def compared(
-    name: str, tokens: int, peer: str, us: list[float], peer_us: list[float]
+    name: str, tokens: int, peer: str, time_ours: Time, time_theirs: Time
 ) -> dict[str, Any]:
-    """One line of the table."""
+    """One line of the table: both in turn, several rounds, medians over rounds."""
+    us, peer_us = zip(*((time_ours(), time_theirs()) for _ in range(ROUNDS)), strict=True)
     ours, theirs = statistics.median(us), statistics.median(peer_us)
     print(f"{name:18}{tokens:6}{ours:10.2f} us   {peer:7}{theirs:10.2f} us{ours / theirs:7.2f}")
     return {
@@ -176,10 +176,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the results here, as JSON")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "ceilings": ceilings()}
-    print(
-        f"{report}\nname              tokens      ours      peer          time      ratio",
-        flush=True,
-    )
+    print(report)
+    print("name              tokens      ours      peer          time      ratio", flush=True)
     report["results"] = []
     for compare in (compare_small, compare_experts):
         try:

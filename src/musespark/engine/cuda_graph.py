@@ -102,21 +102,14 @@ class StepGraphs:
                 slot_mapping=torch.full((size,), -1, dtype=torch.int64, device=device),
                 decode_table=table[:0],
                 decode_mask=table[:0],
-                on_device=sequences(key_start),
+                on_device=SequencesOnDevice(query_start, numbers.seq_lens, key_start, *decodes),
             )
 
-        def sequences(key_start: Tensor) -> SequencesOnDevice:
-            if is_plain:
-                each = torch.arange(size + 1, dtype=torch.int32, device=device)
-                return SequencesOnDevice(each, numbers.seq_lens, key_start)
-            return SequencesOnDevice(
-                numbers.query_start,
-                numbers.seq_lens,
-                key_start,
-                numbers.num_decodes,
-                numbers.decode_lens,
-            )
-
+        query_start = numbers.query_start
+        decodes: tuple[Tensor, ...] = (numbers.num_decodes, numbers.decode_lens)
+        if is_plain:
+            query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+            decodes = ()  # all of them: the host knows
         batch = ForwardBatch(
             token_ids=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),

@@ -258,8 +258,6 @@ class Engine:
         # How to sample depends on what was there before this step.
         rows = self._rows(sampling)
         if is_foreseen:
-            if speculation is not None:
-                speculation.before_commit(schedule)
             self._foresee(schedule, sampling)
             is_ahead = self._submit(self.scheduler.schedule_ahead())
         started = time.perf_counter()
@@ -274,8 +272,6 @@ class Engine:
         if speculation is not None:
             speculation.observe(sampling, sampled.token_ids)
         if not is_foreseen:
-            if speculation is not None:
-                speculation.before_commit(schedule)
             self._foresee(schedule, sampling)
         results = self._settle_all(sampling, sampled)
         if speculation is not None and features is not None:
@@ -303,6 +299,8 @@ class Engine:
 
     def _foresee(self, schedule: list[ScheduledRequest], sampling: list[ScheduledRequest]) -> None:
         """Take over what a step does, but for which tokens it samples."""
+        if self._speculation is not None:
+            self._speculation.before_commit(schedule)
         if len(sampling) < len(schedule):
             for item in schedule:
                 if not item.samples:

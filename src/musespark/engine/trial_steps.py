@@ -42,7 +42,7 @@ class TrialSteps:
                 token_ids=[0] * num_tokens,
                 query_start=list(range(0, num_tokens + 1, num_rows)),
                 num_computed=[computed] * num_sequences,
-                logit_rows=list(range(0 if all_logits else num_rows - 1, num_tokens, every)),
+                logit_rows=list(range(every - 1, num_tokens, every)),
                 num_decodes=num_sequences if num_rows == 1 else 0,
                 full=_group(num_sequences, 0, last_block, layout.num_full_blocks),
                 sliding=_group(num_sequences, first, last_block, layout.num_sliding_blocks),
@@ -67,10 +67,10 @@ def warm_up(
     longest = min(min(pools) * layout.block_size, max_num_tokens)
     steps = TrialSteps(executor, layout, longest)
     # The largest first: smaller ones find room in its memory.
-    large = max_num_tokens
+    large = min(max_num_tokens, max_num_seqs * longest)
     while large > SIZES[-1]:
         rows = min(large, longest)
-        steps.run(min(large // rows, max_num_seqs), rows, all_logits=False)
+        steps.run(large // rows, rows, all_logits=False)
         large = 1 << ((large - 1).bit_length() - 1)
     longest = min(longest, SIZES[-1])
     steps = TrialSteps(executor, layout, longest)

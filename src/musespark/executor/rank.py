@@ -51,7 +51,7 @@ class Driver:
     engine: Engine
     info: EngineInfo
     end: Callable[[], None]
-    """Lets the other ranks of its replica go."""
+    """Lets the other ranks of its replica go, and what was recorded here."""
     num_bytes: int = 0
     """Memory that it holds."""
 
@@ -61,7 +61,7 @@ class Follower:
     """A rank without one."""
 
     follow: Callable[[], None]
-    """Runs what its driver sends, until there is no more."""
+    """Runs what its driver sends until there is no more, then lets what was recorded here go."""
     num_bytes: int = 0
 
 

@@ -26,7 +26,14 @@ from torch import Tensor
 from musespark.ops.bf16_grouped_gemm_hopper import TILINGS as BF16_TILINGS
 from musespark.ops.bf16_grouped_gemm_hopper import BF16Tiling, HopperBF16Experts
 from musespark.ops.nvfp4 import dequantize
-from musespark.ops.nvfp4_hopper.experts import HopperNVFP4Experts, Tiling, choose_tiling
+from musespark.ops.nvfp4_hopper.experts import (
+    TILINGS,
+    HopperNVFP4Experts,
+    Tiling,
+    WarpTiling,
+    choose_tiling,
+    tilings_for,
+)
 
 E, H, I, K = 256, 4096, 4096, 8  # noqa: E741
 Case = tuple[int, str]
@@ -78,8 +85,14 @@ VARIANTS = {
 }
 
 
-def variants_of(tokens: int) -> list[Tiling]:
-    return list(dict.fromkeys([choose_tiling(tokens * K, E), *VARIANTS[tokens]]))
+def chosen(tokens: int) -> Tiling | WarpTiling:
+    return choose_tiling(tokens * K, E, tilings_for(H, I))
+
+
+def variants_of(tokens: int) -> list[Tiling | WarpTiling]:
+    """The chosen one first; the one of kernels without roles is among them."""
+    plain = choose_tiling(tokens * K, E, TILINGS)
+    return list(dict.fromkeys([chosen(tokens), plain, *VARIANTS[tokens]]))
 
 
 def routing(tokens: int, kind: str, seed: int) -> Tensor:
@@ -211,7 +224,7 @@ def nvfp4(with_variants: bool, cases: list[Case]) -> list[dict[str, Any]]:
 
     results = []
     for case in cases:
-        tilings = variants_of(case[0]) if with_variants else [choose_tiling(case[0] * K, E)]
+        tilings = variants_of(case[0]) if with_variants else [chosen(case[0])]
         for tiling in tilings:
             result = measure(partial(experts, tiling=tiling), case, weights_of, 0.5625, 2)
             result["tiling"] = short(tiling)
@@ -236,7 +249,7 @@ def bf16(cases: list[Case]) -> list[dict[str, Any]]:
     return results
 
 
-def short(tiling: Tiling | BF16Tiling) -> str:
+def short(tiling: Tiling | WarpTiling | BF16Tiling) -> str:
     return ",".join(f"{key}={value}" for key, value in asdict(tiling).items()).replace(" ", "")
 
 
@@ -244,9 +257,9 @@ def compile_share(
     index: int, count: int, with_variants: bool, cases: list[Case], with_bf16: bool
 ) -> None:
     """Compile every count-th kernel into Triton's cache, on experts of the same widths."""
-    tilings: list[Tiling | BF16Tiling] = []
+    tilings: list[Tiling | WarpTiling | BF16Tiling] = []
     for tokens, _ in cases:
-        tilings += variants_of(tokens) if with_variants else [choose_tiling(tokens * K, E)]
+        tilings += variants_of(tokens) if with_variants else [chosen(tokens)]
     if with_bf16:
         tilings += [tiling for _, tiling in BF16_TILINGS]
     x = torch.randn(1, H, device="cuda").bfloat16()

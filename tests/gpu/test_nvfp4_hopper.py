@@ -11,7 +11,7 @@ from tests.ops.accuracy import BF16, randn, seeded
 from musespark.ops.bf16_grouped_gemm_hopper import TILINGS as BF16_TILINGS
 from musespark.ops.bf16_grouped_gemm_hopper import HopperBF16Experts
 from musespark.ops.nvfp4_hopper import HopperNVFP4Experts
-from musespark.ops.nvfp4_hopper.experts import TILINGS
+from musespark.ops.nvfp4_hopper.experts import TILINGS, WARP_TILING, tilings_for
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -21,6 +21,8 @@ pytestmark = [
 EXPERTS, TOP_K = 9, 4
 # Narrow, of one step of columns; of an odd number of steps; of an even number.
 SHAPES = [(128, 128), (384, 128), (256, 640)]
+# Whole strips of warps with roles; the ring comes round in the middle of an item.
+WIDE_SHAPES = [(512, 256), (1024, 768)]
 
 
 @contextmanager
@@ -42,8 +44,12 @@ def skewed_ids(tokens):
     return ids.masked_fill(torch.rand(tokens, TOP_K, generator=seeded(1)) < 0.1, -1)
 
 
-@pytest.mark.parametrize("tiling", [tiling for _, tiling in TILINGS], ids=str)
-@pytest.mark.parametrize(("width", "inner"), SHAPES)
+@pytest.mark.parametrize(
+    ("width", "inner", "tiling"),
+    [(*shape, tiling) for shape in SHAPES for _, tiling in TILINGS]
+    + [(*shape, WARP_TILING) for shape in WIDE_SHAPES],
+    ids=str,
+)
 @pytest.mark.parametrize("tokens", [1, 20, 150, 400])
 def test_nvfp4_experts(tiling, width, inner, tokens):
     weights = nvfp4.random_experts(EXPERTS, width, inner)
@@ -73,11 +79,11 @@ def test_bf16_experts(tiling, width, inner, tokens):
 
 def test_a_token_does_not_see_its_batch():
     """Bitwise, whatever the tiling: sums run over the columns in one order."""
-    experts = HopperNVFP4Experts(*(w.cuda() for w in nvfp4.random_experts(EXPERTS, 256, 256)))
-    x, ids = randn(300, 256, dtype=BF16, seed=5).cuda(), skewed_ids(300).cuda()
+    experts = HopperNVFP4Experts(*(w.cuda() for w in nvfp4.random_experts(EXPERTS, 512, 256)))
+    x, ids = randn(300, 512, dtype=BF16, seed=5).cuda(), skewed_ids(300).cuda()
     alone, _ = experts(x[:1], ids[:1])
     is_here = ids[0] >= 0
-    for _, tiling in TILINGS:
+    for _, tiling in (*TILINGS, *tilings_for(512, 256)):
         rows, _ = experts(x, ids, tiling=tiling)
         assert torch.equal(rows[:TOP_K][is_here], alone[is_here])
 
@@ -96,3 +102,8 @@ def test_a_graph_replays_with_other_routes():
     expected, is_here = nvfp4.expected_rows(x, ids, weights), ids.flatten() >= 0
     assert torch.equal(index.flatten().cpu() >= 0, is_here)
     assert nvfp4.relative_error(rows.cpu()[is_here], expected[is_here]) < 2.5e-3
+
+
+def test_the_released_widths_have_warps_with_roles():
+    assert tilings_for(4096, 4096)[-1][1] is WARP_TILING
+    assert tilings_for(128, 128) == TILINGS

@@ -159,7 +159,7 @@ def test_work_list(tokens, first, here):
             for i in range(num)
         ]  # fmt: skip
         start += count
-    assert work.num_tiles.item() == len(tiles) <= max_tiles(ids.numel(), here, capacity)
+    assert work.num_tiles[0].item() == len(tiles) <= max_tiles(ids.numel(), here, capacity)
     assert work.tiles.cpu()[: len(tiles), :6].tolist() == tiles
 
 

@@ -5,16 +5,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from musespark.ops.gluon_import import HAS_GLUON, TensorDescriptor
 from musespark.ops.nvfp4_hopper.kernel import nvfp4_experts_kernel
 from musespark.ops.nvfp4_hopper.layout import (
     K_BLOCK,
     LEFTOVER,
+    TILE_ROWS,
+    TILE_SCALE_WORDS,
+    TILE_WORDS,
     check_shape,
     gate_up_rows,
     pack_in_place,
 )
+from musespark.ops.nvfp4_hopper.warp_specialized import (
+    PROGRAM_TILES,
+    SCALES_BOX,
+    START_REGISTERS,
+    WORDS_BOX,
+    warp_specialized_experts_kernel,
+)
 from musespark.ops.nvfp4_hopper.work_list import WorkList, build_work_list
-from musespark.ops.triton_import import HAS_TRITON, IS_INTERPRETED
+from musespark.ops.triton_import import HAS_TRITON, IS_INTERPRETED, num_multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,22 @@ class Tiling:
         return self.mains[-1] + self.tails[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class WarpTiling:
+    """How a launch with warps of their own roles cuts its work."""
+
+    mains: tuple[int, ...]
+    tails: tuple[int, ...]
+    """As in `Tiling`; powers of two from 16 on, and with a tail, the main part is the largest."""
+    stages: int
+    """Steps of 128 columns in shared memory."""
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a tile."""
+        return self.mains[-1] + self.tails[-1]
+
+
 # (up to so many rows an expert on average, tiling); docs/nvfp4-hopper.md has the measurements.
 TILINGS = (
     (1 / 16, Tiling(4, 1, (16,), (0,), stages=3, unroll=2)),
@@ -51,10 +78,23 @@ TILINGS = (
 )
 
 
-def choose_tiling(num_routes: int, num_experts: int) -> Tiling:
+# Instead of the last one, where warps can have roles and weights have rows enough.
+WARP_TILING = WarpTiling((32, 64, 128, 128, 128), (0, 0, 0, 16, 32), stages=3)
+Tilings = tuple[tuple[float, Tiling | WarpTiling], ...]
+
+
+def tilings_for(width: int, inner: int) -> Tilings:
+    """(up to so many rows an expert on average, tiling) for experts of these widths, H and I."""
+    rows = TILE_ROWS * PROGRAM_TILES
+    if not HAS_GLUON or IS_INTERPRETED or 2 * inner % rows or width % rows:
+        return TILINGS
+    return (*TILINGS[:-1], (TILINGS[-1][0], WARP_TILING))
+
+
+def choose_tiling(num_routes: int, num_experts: int, tilings: Tilings) -> Tiling | WarpTiling:
     """The tiling for so many rows over so many experts."""
     mean = num_routes / num_experts
-    return next(tiling for most, tiling in TILINGS if mean <= most)
+    return next(tiling for most, tiling in tilings if mean <= most)
 
 
 class HopperNVFP4Experts:
@@ -88,6 +128,7 @@ class HopperNVFP4Experts:
         """
         self.num_experts, self.width, self.inner = len(down), down.shape[1], 2 * down.shape[2]
         check_shape(self.width, self.inner)
+        self._tilings = tilings_for(self.width, self.inner)
         pack_in_place(gate_up, gate_up_scales, gate_up_rows(self.inner, gate_up.device))
         pack_in_place(down, down_scales)
         self._gate_up, self._gate_up_scales = _words(gate_up), _words(gate_up_scales)
@@ -97,7 +138,7 @@ class HopperNVFP4Experts:
 
     def list_work(self, ids: Tensor, *, first_expert: int = 0) -> WorkList:
         """What a call on these ids [T, K] works off: it needs no activations yet."""
-        tiling = choose_tiling(ids.numel(), self.num_experts)
+        tiling = self._choose_tiling(ids.numel())
         return build_work_list(
             ids.contiguous(), self.num_experts, tiling.capacity, first_expert=first_expert
         )
@@ -110,7 +151,7 @@ class HopperNVFP4Experts:
         first_expert: int = 0,
         is_permuted: bool = False,
         work: WorkList | None = None,
-        tiling: Tiling | None = None,
+        tiling: Tiling | WarpTiling | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Multiply every route that has an expert here; no host synchronization.
 
@@ -128,7 +169,7 @@ class HopperNVFP4Experts:
             out; its own number of each route [T, K], -1 where it was left out).
         """
         assert work is None or (is_permuted and tiling is None)
-        tiling = tiling or choose_tiling(ids.numel(), self.num_experts)
+        tiling = tiling or self._choose_tiling(ids.numel())
         x, ids = x.contiguous(), ids.contiguous()
         permuted = x if is_permuted else torch.empty_like(x)
         if work is None:
@@ -141,19 +182,52 @@ class HopperNVFP4Experts:
         rows = x.new_empty((num_routes, self.width))
         if not num_routes:
             return rows, work.route_index
+        if isinstance(tiling, WarpTiling):
+            self._run_warp_specialized(permuted, hidden, rows, work, ids.shape[1], tiling)
+        else:
+            self._run(permuted, hidden, rows, work, ids.shape[1], tiling)
+        return rows, work.route_index
+
+    def _choose_tiling(self, num_routes: int) -> Tiling | WarpTiling:
+        # Warps with roles count elements in 32 bits.
+        is_countable = num_routes * max(self.width, self.inner) < 2**31
+        tilings = self._tilings if is_countable else TILINGS
+        return choose_tiling(num_routes, self.num_experts, tilings)
+
+    def _run(
+        self, x: Tensor, hidden: Tensor, rows: Tensor, work: WorkList, top_k: int, tiling: Tiling
+    ) -> None:
         height = 16 * tiling.warps
         groups = _groups(2 * self.inner, height, tiling.groups)
         down_groups = _groups(self.width, height, tiling.groups)
         strips = 2 * self.inner // (height * groups) + self.width // (height * down_groups)
         nvfp4_experts_kernel[(work.tiles.shape[0] * strips,)](
-            permuted, hidden, rows, work.order, work.tiles, work.num_tiles,
+            x, hidden, rows, work.order, work.tiles, work.num_tiles,
             self._gate_up, self._gate_up_scales, self._gate_up_factors,
-            self._down, self._down_scales, self._down_factors, ids.shape[1],
+            self._down, self._down_scales, self._down_factors, top_k,
             self.width, self.inner, tiling.warps, groups, down_groups,
             tiling.mains, tiling.tails, tiling.stages, tiling.unroll, tiling.settle, IS_INTERPRETED,
             num_warps=tiling.warps,
         )  # fmt: skip
-        return rows, work.route_index
+
+    def _run_warp_specialized(
+        self,
+        x: Tensor,
+        hidden: Tensor,
+        rows: Tensor,
+        work: WorkList,
+        top_k: int,
+        tiling: WarpTiling,
+    ) -> None:
+        warp_specialized_experts_kernel[(num_multiprocessors(x.device),)](
+            x, hidden, rows, work.order, work.tiles, work.num_tiles,
+            _describe_words(self._gate_up, self.width),
+            _describe_scales(self._gate_up_scales, self.width), self._gate_up_factors,
+            _describe_words(self._down, self.inner),
+            _describe_scales(self._down_scales, self.inner), self._down_factors, top_k,
+            self.width, self.inner, tiling.mains, tiling.tails, tiling.stages,
+            num_warps=4, maxnreg=START_REGISTERS,
+        )  # fmt: skip
 
 
 def _groups(rows: int, height: int, most: int) -> int:
@@ -164,6 +238,19 @@ def _groups(rows: int, height: int, most: int) -> int:
 def _words(tensor: Tensor) -> Tensor:
     """[E, ...] bytes as unsigned words."""
     return tensor.data.view(torch.uint8).flatten().view(torch.uint32)
+
+
+def _describe_words(words: Tensor, columns: int) -> TensorDescriptor:
+    """Codes of [E, out, in] as [E * out / 64, in / 128, 4, 256], a box a program's step."""
+    quarter = TILE_WORDS // 4
+    view = words.view(torch.int32).view(-1, columns // K_BLOCK, 4, quarter)
+    return TensorDescriptor.from_tensor(view, [PROGRAM_TILES, 1, 4, quarter], WORDS_BOX)
+
+
+def _describe_scales(scales: Tensor, columns: int) -> TensorDescriptor:
+    """The same of the scales, [E * out / 64, in / 128, 128]."""
+    view = scales.view(torch.int32).view(-1, columns // K_BLOCK, TILE_SCALE_WORDS)
+    return TensorDescriptor.from_tensor(view, [PROGRAM_TILES, 1, TILE_SCALE_WORDS], SCALES_BOX)
 
 
 def runs_on(device: torch.device, width: int, inner: int) -> bool:

@@ -37,12 +37,13 @@ def permuted_position(column):
 
 
 @triton.jit
-def _rotate(x, BITS: tl.constexpr):
+def rotate(x, BITS: tl.constexpr):
+    """Words rotated to the left."""
     return (x << BITS) | (x >> (32 - BITS))
 
 
 @triton.jit
-def _scaled_pair(pair, scale, EMULATE: tl.constexpr):
+def scaled_pair(pair, scale, EMULATE: tl.constexpr):
     """Two bfloat16 in a word, times two in another; the products are exact."""
     if EMULATE:  # the interpreter has no assembler
         low = _as_float(pair << 16) * _as_float(scale << 16)
@@ -78,16 +79,16 @@ def _dequantize(words, scale_words, WARPS: tl.constexpr, EMULATE: tl.constexpr):
     s = tl.reshape(s, [WARPS, 8, 4, 2, 2])  # warp, row, group, row half, column half
     s = tl.reshape(tl.permute(s, (0, 3, 1, 4, 2)), [16 * WARPS, 8])
 
-    m = (a & _MERGE) | (_rotate(b, 2) & _NOT_MERGE)
+    m = (a & _MERGE) | (rotate(b, 2) & _NOT_MERGE)
     # Pair j holds columns 2 j and 2 j + 1 of each group.
-    p0 = _scaled_pair(a & _MASK, s, EMULATE)
-    p1 = _scaled_pair(_rotate(a, 28) & _MASK, s, EMULATE)
-    p2 = _scaled_pair((a << 6) & _MASK, s, EMULATE)
-    p3 = _scaled_pair(b & _MASK, s, EMULATE)
-    p4 = _scaled_pair(_rotate(b, 28) & _MASK, s, EMULATE)
-    p5 = _scaled_pair((b << 6) & _MASK, s, EMULATE)
-    p6 = _scaled_pair((m << 2) & _MASK, s, EMULATE)
-    p7 = _scaled_pair(_rotate(m, 24) & _MASK, s, EMULATE)
+    p0 = scaled_pair(a & _MASK, s, EMULATE)
+    p1 = scaled_pair(rotate(a, 28) & _MASK, s, EMULATE)
+    p2 = scaled_pair((a << 6) & _MASK, s, EMULATE)
+    p3 = scaled_pair(b & _MASK, s, EMULATE)
+    p4 = scaled_pair(rotate(b, 28) & _MASK, s, EMULATE)
+    p5 = scaled_pair((b << 6) & _MASK, s, EMULATE)
+    p6 = scaled_pair((m << 2) & _MASK, s, EMULATE)
+    p7 = scaled_pair(rotate(m, 24) & _MASK, s, EMULATE)
     # Joined so that the last three axes are j's bits, lowest first.
     p = tl.join(
         tl.join(tl.join(p0, p4), tl.join(p2, p6)), tl.join(tl.join(p1, p5), tl.join(p3, p7))

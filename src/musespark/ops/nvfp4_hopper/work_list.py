@@ -29,7 +29,7 @@ _START = tl.constexpr(1)
 _END = tl.constexpr(2)
 _FIRST_TILE = tl.constexpr(3)
 _NUM_TILES = tl.constexpr(4)
-_NUM_FINISHED = tl.constexpr(5)
+NUM_FINISHED = tl.constexpr(5)
 
 _CHUNK = 256
 _PERMUTED_PAIRS = 2048
@@ -46,7 +46,8 @@ class WorkList:
     """[max_tiles, 8] int32: expert, start, end, the expert's first tile and number of tiles, how
     many strips are finished (0 at first), two unused; those behind the last are undefined."""
     num_tiles: Tensor
-    """[1] int32."""
+    """[2] int32: how many tiles there are; how many items have been taken by programs that take
+    them one by one, 0 at first."""
     route_index: Tensor
     """[T, K] int64: each route's own number, -1 where no expert here takes it."""
 
@@ -85,7 +86,7 @@ def build_work_list(
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     tiles = ints(max(1, max_tiles(num_routes, num_experts, capacity)), 8)
-    work = WorkList(ints(num_routes), tiles, ints(1), torch.empty_like(ids))
+    work = WorkList(ints(num_routes), tiles, ints(2), torch.empty_like(ids))
     source, target, num_pairs = None, None, 0
     if permute is not None and permuted is not None:
         source, target = permute.view(torch.int32), permuted.view(torch.int32)
@@ -185,6 +186,7 @@ def _cut_tiles(starts, total, tiles, num_tiles, E: tl.constexpr, CAPACITY: tl.co
     num = (total + CAPACITY - 1) // CAPACITY
     first = tl.cumsum(num, 0) - num
     tl.store(num_tiles, tl.sum(num, 0))
+    tl.store(num_tiles + 1, 0)
     for nth in range(tl.max(num, 0)):
         exists = nth < num
         record = tiles + (first + nth) * _RECORD
@@ -194,7 +196,7 @@ def _cut_tiles(starts, total, tiles, num_tiles, E: tl.constexpr, CAPACITY: tl.co
         tl.store(record + _END, tl.minimum(start + CAPACITY, starts + total), mask=exists)
         tl.store(record + _FIRST_TILE, first, mask=exists)
         tl.store(record + _NUM_TILES, num, mask=exists)
-        tl.store(record + _NUM_FINISHED, tl.zeros([E], tl.int32), mask=exists)
+        tl.store(record + NUM_FINISHED, tl.zeros([E], tl.int32), mask=exists)
 
 
 # What the kernels that work the list off have in common. A program's item is a strip of weight
@@ -222,13 +224,13 @@ def find_item(item, tiles, num_first, FIRST_STRIPS: tl.constexpr, SECOND_STRIPS:
 def finish_strip(record):
     """Make the program's stores visible, then count the strip."""
     tl.debug_barrier()  # all warps have stored
-    tl.atomic_add(record + _NUM_FINISHED, 1, sem="release")
+    tl.atomic_add(record + NUM_FINISHED, 1, sem="release")
 
 
 @triton.jit
 def wait_for_strips(record, count):
     """Until so many strips of the tile are finished and visible."""
-    while tl.atomic_add(record + _NUM_FINISHED, 0, sem="acquire") < count:
+    while tl.atomic_add(record + NUM_FINISHED, 0, sem="acquire") < count:
         pass
 
 

@@ -43,7 +43,8 @@ from musespark.model.layer import DecoderLayer
 from musespark.moe.block import CompressedMoE
 from musespark.ops.attention_decode import attention_decode_triton
 from musespark.ops.attention_paged import PagedSequences, sequences_on_device
-from musespark.ops.attention_prefill import attention_prefill_reference, attention_prefill_triton
+from musespark.ops.attention_prefill import attention_prefill_reference
+from musespark.ops.attention_prefill_hopper import prefill_kernel
 from musespark.ops.expert_finalize import expert_finalize_reference, expert_finalize_triton
 from musespark.ops.expert_permute import group_by_expert_triton
 from musespark.ops.linear import linear
@@ -351,7 +352,7 @@ def attention_cases(T: int) -> Iterator[Case]:
                     cache.key[table[0]].flatten(0, 1), cache.value[table[0]].flatten(0, 1)
                 )
                 return (
-                    lambda: attention_prefill_triton(
+                    lambda: prefill_kernel(query, cache.key)(
                         query, cache.key, cache.value, table, on_device.query_start,
                         on_device.key_start, on_device.seq_lens, 0.1, window,
                     ),

@@ -17,7 +17,8 @@ from musespark.ops.attention_decode import (
     gather_blocks,
 )
 from musespark.ops.attention_few import FewTokens, attention_few
-from musespark.ops.attention_prefill import attention_prefill, attention_prefill_triton
+from musespark.ops.attention_prefill import attention_prefill
+from musespark.ops.attention_prefill_hopper import prefill_kernel
 from musespark.ops.output_gate import output_gate, output_gate_triton
 from musespark.ops.transfers import send
 
@@ -169,7 +170,7 @@ def attention_paged_triton(
             out=out[:decodes],
         )
     if is_open or num_tokens > decodes:
-        attention_prefill_triton(
+        prefill_kernel(query, key_cache)(
             query,
             key_cache,
             value_cache,

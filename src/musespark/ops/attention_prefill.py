@@ -232,6 +232,29 @@ def _attend_from(
     return out / tl.where(total > 0, total, 1.0)[:, None]
 
 
+@triton.jit
+def find_run(run, query_start_ptr, first_sequence, num_sequences, BLOCK_T: tl.constexpr):
+    """Whose tokens a run of BLOCK_T has: (sequence, its first token, its tokens, begin).
+
+    Those from `begin` on are the run's, if there are so many. Sequence b owns at least as many runs
+    as it needs if its first is query_start[b] // BLOCK_T + b, so it is found by bisection, and no
+    list of runs has to be built.
+    """
+    first_token = tl.load(query_start_ptr + first_sequence)
+    low, high = first_sequence, num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        first_run = (tl.load(query_start_ptr + middle) - first_token) // BLOCK_T
+        after = first_run + middle - first_sequence <= run
+        low = tl.where(after, middle, low)
+        high = tl.where(after, high, middle)
+    query_start = tl.load(query_start_ptr + low)
+    # Where all sequences are left out, none of the last one's tokens are the run's.
+    num_queries = tl.load(query_start_ptr + tl.minimum(low + 1, num_sequences)) - query_start
+    own_run = run - ((query_start - first_token) // BLOCK_T + low - first_sequence)
+    return low, query_start, num_queries, own_run * BLOCK_T
+
+
 @triton.jit(
     do_not_specialize=["first_sequence", "num_sequences", "table_stride"],
     do_not_specialize_on_alignment=[
@@ -270,29 +293,15 @@ def _prefill_kernel(
 ):
     """A run of BLOCK_T tokens of one sequence (axis 0) with the query heads of one KV head (1).
 
-    Sequence b owns at least as many runs as it needs if its first is query_start[b] // BLOCK_T + b,
-    so a program finds its sequence by bisection, and no list of runs has to be built. The last
-    runs, which see the most keys, start first.
+    The last runs, which see the most keys, start first.
     """
     run = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     if first_ptr is not None:
         first_sequence = tl.load(first_ptr)
-    first_token = tl.load(query_start_ptr + first_sequence)
-    low, high = first_sequence, num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        begin = (tl.load(query_start_ptr + middle) - first_token) // BLOCK_T
-        after = begin + middle - first_sequence <= run
-        low = tl.where(after, middle, low)
-        high = tl.where(after, high, middle)
-    sequence = low
-    query_start = tl.load(query_start_ptr + sequence)
-    # Where all sequences are left out, the last one found has none of the tokens.
-    end = tl.minimum(sequence + 1, num_sequences)
-    num_queries = tl.load(query_start_ptr + end) - query_start
-    own_run = run - ((query_start - first_token) // BLOCK_T + sequence - first_sequence)
-    begin = own_run * BLOCK_T
+    sequence, query_start, num_queries, begin = find_run(
+        run, query_start_ptr, first_sequence, num_sequences, BLOCK_T
+    )
     if begin < num_queries:
         length = tl.load(seq_lens_ptr + sequence)
         first_key = tl.load(key_start_ptr + sequence)

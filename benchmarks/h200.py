@@ -47,6 +47,7 @@ from musespark.ops.attention_prefill import attention_prefill_reference
 from musespark.ops.attention_prefill_hopper import prefill_kernel
 from musespark.ops.expert_finalize import expert_finalize_reference, expert_finalize_triton
 from musespark.ops.expert_permute import group_by_expert_triton
+from musespark.ops.graph_recorder import padded_size
 from musespark.ops.linear import linear
 from musespark.ops.output_gate import output_gate_reference, output_gate_triton
 from musespark.ops.qk_norm_rope import qk_norm_rope_write_triton
@@ -526,7 +527,7 @@ class Decoding:
     tokens_per_second: float
     step_us: float
     graph_us: float
-    """Of the step's graph alone."""
+    """Of these steps' graphs."""
     parts_us: float
     """The layers, each timed by itself, and the logits, added up."""
     share_off_gpu: float
@@ -550,12 +551,15 @@ def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
             engine.add_request([(7 * number + i) % V for i in range(64)], params)
         for _ in range(12):
             engine.step()
+        assert runner._graphs is not None
+        graphs, kind = runner._graphs._graphs, (padded_size(count), True)
+        timed = TimedReplay(graphs[kind].replay)
+        graphs[kind] = replace(graphs[kind], replay=timed)
         started = time.perf_counter()
         for _ in range(num_steps):
             engine.step()
         step_us = (time.perf_counter() - started) / num_steps * 1e6
-        assert runner._graphs is not None
-        graph_us = time_graph(next(iter(runner._graphs._graphs.values())).replay)
+        graph_us = timed.mean_us()
         parts_us = time_parts(decoder, count)
         share = 1 - graph_us / step_us
         results.append(
@@ -565,18 +569,24 @@ def time_decoding(num_layers: int, num_steps: int = 40) -> list[Decoding]:
     return results
 
 
-def time_graph(replay: Callable[[], None]) -> float:
-    """Median time in us of a replay right behind another one."""
-    times = []
-    for _ in range(10):
+class TimedReplay:
+    """A graph's replay that notes on the device when it begins and ends."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self._replay = replay
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __call__(self) -> None:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        replay()
         start.record()
-        replay()
+        self._replay()
         stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000)
-    return statistics.median(times)
+        self._events.append((start, stop))
+
+    def mean_us(self) -> float:
+        """Of all replays so far."""
+        torch.cuda.synchronize()
+        return statistics.mean(start.elapsed_time(stop) for start, stop in self._events) * 1000
 
 
 @torch.inference_mode()

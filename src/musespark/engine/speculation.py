@@ -27,7 +27,7 @@ from musespark.engine.executor import StepOutput
 from musespark.engine.request import Request, RequestStatus
 from musespark.engine.sampler import Guesses, Sampler, may_differ
 from musespark.engine.scheduler import ScheduledRequest
-from musespark.model.batch import AttentionMetadata, ForwardBatch
+from musespark.model.batch import ForwardBatch
 from musespark.model.draft import DraftContext, PagedContext
 from musespark.ops.transfers import Readback, send
 from musespark.speculative.budget import Acceptance, StepCosts, choose_widths
@@ -283,17 +283,16 @@ class Speculation:
     def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
         requests = [part.request for part in drafting]
         count = self._settings.num_tokens
-        device = batch.token_ids.device
         at_random = self._settings.draws_at_random
-        numbers = [
+        anchors, context = draft_inputs(
+            batch,
             [part.place for part in drafting],
             [request.output_token_ids[-1] for request in requests],
             [request.num_computed_tokens for request in requests],
-        ]
-        places, anchors, lengths = send(np.array(numbers, dtype=np.int64), device)
+        )
         guess = self._proposer.propose(
             anchors,
-            draft_context(batch, places, lengths),
+            context,
             count,
             sampler.draw_settings(requests, count) if at_random else None,
         )
@@ -335,17 +334,28 @@ def _may_guess(request: Request) -> bool:
     return request.status is RequestStatus.RUNNING and request.num_wanted_tokens > 1
 
 
-def draft_context(batch: ForwardBatch, places: Tensor, lengths: Tensor) -> DraftContext:
-    """Where the first `lengths` [B] tokens of some of a step's sequences, at `places` [B], lie."""
-    return DraftContext(lengths, _context(batch.full, places), _context(batch.sliding, places))
+def draft_inputs(
+    batch: ForwardBatch, places: Sequence[int], anchor_ids: Sequence[int], lengths: Sequence[int]
+) -> tuple[Tensor, DraftContext]:
+    """What a proposer reads of some of a step's sequences.
 
+    Args:
+        batch: the step.
+        places: [B] which sequences.
+        anchor_ids: [B] last token of each.
+        lengths: [B] tokens before it.
 
-def _context(metadata: AttentionMetadata | None, places: Tensor) -> PagedContext | None:
-    """The blocks of some of a step's sequences."""
-    if metadata is None:
-        return None
-    key_start = torch.tensor(metadata.key_start, dtype=torch.int64).to(places.device)
-    return PagedContext(metadata.block_table[places], key_start[places])
+    Returns:
+        (anchor_ids [B], where the tokens before them lie)
+    """
+    kinds = batch.full, batch.sliding
+    starts = [[m.key_start[place] for place in places] for m in kinds if m is not None]
+    numbers = np.array([places, anchor_ids, lengths, *starts], dtype=np.int64)
+    index, anchors, context_lens, *key_starts = send(numbers, batch.token_ids.device).unbind()
+    full, sliding = (
+        None if m is None else PagedContext(m.block_table[index], key_starts.pop(0)) for m in kinds
+    )
+    return anchors, DraftContext(context_lens, full, sliding)
 
 
 def _up_to_end(request: Request, token_ids: list[int]) -> list[int]:

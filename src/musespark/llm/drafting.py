@@ -19,7 +19,7 @@ from musespark.config.model import DecoderConfig
 from musespark.engine.capacity import DraftRoom
 from musespark.engine.executor import Executor, StepOutput
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.engine.speculation import Speculation, SpeculationSettings, draft_context
+from musespark.engine.speculation import Speculation, SpeculationSettings, draft_inputs
 from musespark.engine.trial_steps import TrialSteps
 from musespark.errors import ConfigError
 from musespark.llm.loading import load_draft, load_embedding
@@ -128,7 +128,7 @@ def make_speculation(
     if not executor.in_lockstep:  # where a step needs other engines, which may not measure now
         key = _cost_key(chosen, decoder, spec, config, executor)
         trial = _Trial(proposer, executor, layout, chosen.num_tokens)
-        if config.warms_up and proposer.records_guesses:
+        if config.warms_up and proposer.records:
             trial.record(config)
         costs = cached_costs(cache_folder() / "speculation", key, lambda: trial.measure(config))
     return Speculation(
@@ -181,10 +181,13 @@ class _Trial:
         self._last: StepOutput | None = None
 
     def record(self, config: EngineConfig) -> None:
-        """Guess once for each number of sequences that has a graph of its own."""
+        """Guess, and take in, once for each number that has a graph of its own."""
         most = min(config.max_num_seqs, config.max_num_batched_tokens)
         for count in sorted({min(size, most) for size in SIZES}, reverse=True):
             self._guess(count)
+        assert self._last is not None  # noqa: S101
+        for size in reversed(SIZES):
+            self._take_in(self._last, torch.zeros(size, dtype=torch.int64))
 
     def measure(self, config: EngineConfig) -> StepCosts:
         """Time 1, 2, 4, ... sequences, as many as the settings allow."""
@@ -201,18 +204,24 @@ class _Trial:
         output.logits.argmax(dim=-1).tolist()
         if rows == 1:
             return  # such rows wait, and are taken in with those of other steps
-        batch = output.batch
-        slots = [None if m is None else m.slot_mapping for m in (batch.full, batch.sliding)]
+        self._take_in(output, torch.arange(num_sequences * rows))
+
+    def _take_in(self, output: StepOutput, rows: Tensor) -> None:
+        """Some rows of a step, perhaps one of them several times."""
+        batch, rows = output.batch, rows.to(output.batch.positions.device)
+        slots = [None if m is None else m.slot_mapping[rows] for m in (batch.full, batch.sliding)]
         features = self._proposer.features(output.taps)
-        self._proposer.inject(features, batch.positions, *slots)
+        self._proposer.inject(features[rows], batch.positions[rows], *slots)
 
     def _guess(self, num_sequences: int) -> None:
         if self._last is None or len(self._last.batch.seq_lens) != num_sequences:
             self._step(num_sequences, 1)
         assert self._last is not None  # noqa: S101
-        batch = self._last.batch
-        places = torch.arange(num_sequences, device=batch.token_ids.device)
-        lengths = torch.full_like(places, self._steps.num_computed)
-        context = draft_context(batch, places, lengths)
-        guess = self._proposer.propose(lengths * 0, context, self._num_tokens, None)
+        anchors, context = draft_inputs(
+            self._last.batch,
+            range(num_sequences),
+            [0] * num_sequences,
+            [self._steps.num_computed] * num_sequences,
+        )
+        guess = self._proposer.propose(anchors, context, self._num_tokens, None)
         guess.token_ids.tolist()

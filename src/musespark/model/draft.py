@@ -225,10 +225,8 @@ class DraftDecoder(nn.Module):
         """What `inject` reads of tokens: [T, taps * D_target] in the compute dtype, of one stream
         [T, D_target] per entry of `target_layer_ids`, in its order."""
         num_tokens, width = taps[0].shape
-        features = taps[0].new_empty((num_tokens, len(taps), width), dtype=self.dtype)
-        for place, tap in enumerate(taps):
-            features[:, place].copy_(tap)
-        return features.flatten(1)
+        features = taps[0].new_empty((num_tokens, len(taps) * width), dtype=self.dtype)
+        return torch.cat(list(taps), dim=1, out=features)
 
     @torch.inference_mode()
     def inject(

@@ -1,12 +1,14 @@
-"""Guessing as a CUDA graph: the block, and the tokens drawn one after the other.
+"""What a draft does as CUDA graphs: it takes tokens in, and guesses.
 
-Recorded once for each number of sequences and each way of drawing. Sequences of padding have no
-context. A draft layer without a window would gather a table as long as the longest sequence could
-be, so only drafts whose layers all have windows are recorded.
+Guessing, that is the block, and the tokens drawn one after the other, is recorded once for each
+number of sequences and each way of drawing. Sequences of padding have no context. A draft layer
+without a window would gather a table as long as the longest sequence could be, so only drafts whose
+layers all have windows are recorded.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +16,73 @@ from torch import Tensor
 from musespark.config.model import DecoderConfig
 from musespark.model.draft import DraftContext, DraftDecoder, PagedContext
 from musespark.model.kv_cache import KVCacheSpec
-from musespark.ops.graph_recorder import SIZES, CudaRecorder, Recorder, padded_size
+from musespark.ops.graph_recorder import SIZES, Recorder, padded_size
 from musespark.speculative.draw import DrawSettings
 from musespark.speculative.guess import Guess
 
 Propose = Callable[[Tensor, DraftContext, int, DrawSettings | None], Guess]
+Inject = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
+# Few sizes below: a product of so many rows takes no longer than one of fewer.
+_FEWEST_ROWS = 16
+
+
+class _Rows(NamedTuple):
+    """Tokens to take in, as for `Proposer.inject`."""
+
+    features: Tensor
+    positions: Tensor
+    full_slots: Tensor | None
+    sliding_slots: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "_Rows":
+        """With another tensor for each."""
+        full, sliding = (
+            None if slots is None else function(slots)
+            for slots in (self.full_slots, self.sliding_slots)
+        )
+        return _Rows(function(self.features), function(self.positions), full, sliding)
+
+
+class ContextGraphs:
+    """Records taking tokens in when their number first comes, and repeats it afterwards.
+
+    Padding repeats the last token, which is then written several times alike.
+    """
+
+    def __init__(self, inject: Inject, device: torch.device, recorder: Recorder) -> None:
+        """`inject` is what is recorded."""
+        self._inject, self._recorder = inject, recorder
+        self._numbers = torch.arange(SIZES[-1], device=device)
+        # Read by the graphs of all sizes.
+        self._room: _Rows | None = None
+        self._replays: dict[int, Callable[[], None]] = {}
+
+    def accepts(self, num_tokens: int) -> bool:
+        """Whether so many tokens can be recorded."""
+        return num_tokens <= SIZES[-1]
+
+    @torch.inference_mode()
+    def run(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        full_slots: Tensor | None,
+        sliding_slots: Tensor | None,
+    ) -> None:
+        """As for `Proposer.inject`."""
+        given = _Rows(features, positions, full_slots, sliding_slots)
+        if self._room is None:
+            self._room = given.map(lambda x: x.new_empty((SIZES[-1], *x.shape[1:])))
+        count = len(positions)
+        size = padded_size(max(count, _FEWEST_ROWS))
+        index = self._numbers[:size].clamp_max(count - 1)
+        rows = self._room.map(lambda room: room[:size])
+        for mine, tensor in zip(rows, given, strict=True):
+            if mine is not None and tensor is not None:
+                torch.index_select(tensor, 0, index, out=mine)
+        if size not in self._replays:
+            self._replays[size], _ = self._recorder.record(lambda: self._inject(*rows))
+        self._replays[size]()
 
 
 class DraftGraphs:
@@ -30,16 +94,15 @@ class DraftGraphs:
         draft: DraftDecoder,
         target: DecoderConfig,
         spec: KVCacheSpec,
-        *,
-        recorder: Recorder | None = None,
+        recorder: Recorder,
     ) -> None:
-        """`propose` is what is recorded, for `draft`; `recorder`: None records CUDA graphs."""
+        """`propose` is what is recorded, for `draft`."""
         self._propose, self._device = propose, draft.device
         self._has_windows = all(layer.sliding_window for layer in draft.config.layers)
         self._full_width, self._sliding_width = spec.table_widths(
             target, draft.config.block_size + 1
         )
-        self._recorder = recorder or CudaRecorder(draft.device)
+        self._recorder = recorder
         self._graphs: dict[tuple[int, int, bool | None], _Graph] = {}
 
     def accepts(self, context: DraftContext) -> bool:

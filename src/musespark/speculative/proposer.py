@@ -10,8 +10,8 @@ from musespark.config.model import DecoderConfig
 from musespark.model.draft import DraftContext, DraftDecoder
 from musespark.model.draft_cache import allocate_draft_cache
 from musespark.model.kv_cache import KVCacheSpec
-from musespark.ops.graph_recorder import Recorder
-from musespark.speculative.draft_graph import DraftGraphs
+from musespark.ops.graph_recorder import CudaRecorder, Recorder
+from musespark.speculative.draft_graph import ContextGraphs, DraftGraphs
 from musespark.speculative.draw import Drawing, DrawSettings
 from musespark.speculative.guess import Guess
 
@@ -41,7 +41,7 @@ class Proposer(Protocol):
         full_slots: Tensor | None,
         sliding_slots: Tensor | None,
     ) -> None:
-        """Take in T tokens that stand.
+        """Take in T tokens that stand, one at least.
 
         Args:
             features: [T, W].
@@ -82,19 +82,23 @@ class DraftProposer:
         recorder: Recorder | None = None,
     ) -> None:
         """`spec` is that of the target's cache, whose blocks the draft shares. `recorder` records
-        guessing; None: CUDA graphs do, on a GPU."""
+        what the draft does; None: CUDA graphs do, on a GPU."""
         self._draft = draft
         self._caches = allocate_draft_cache(
             draft.config, target, spec, dtype=draft.dtype, device=draft.device
         )
         self._graphs: DraftGraphs | None = None
+        self._context_graphs: ContextGraphs | None = None
         waits = getattr(draft.kernels, "waits_for_device", False)
-        if recorder is not None or (draft.device.type == "cuda" and not waits):
-            self._graphs = DraftGraphs(self._guess, draft, target, spec, recorder=recorder)
+        if recorder is None and draft.device.type == "cuda" and not waits:
+            recorder = CudaRecorder(draft.device)
+        if recorder is not None:
+            self._graphs = DraftGraphs(self._guess, draft, target, spec, recorder)
+            self._context_graphs = ContextGraphs(self._take_in, draft.device, recorder)
 
     @property
-    def records_guesses(self) -> bool:
-        """Whether guesses run as graphs, which are recorded when their size first comes."""
+    def records(self) -> bool:
+        """Whether what it does runs as graphs, which are recorded when their size first comes."""
         return self._graphs is not None
 
     @property
@@ -110,6 +114,19 @@ class DraftProposer:
         return self._draft.features(taps)
 
     def inject(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        full_slots: Tensor | None,
+        sliding_slots: Tensor | None,
+    ) -> None:
+        graphs = self._context_graphs
+        take_in = self._take_in
+        if graphs is not None and graphs.accepts(len(positions)):
+            take_in = graphs.run
+        take_in(features, positions, full_slots, sliding_slots)
+
+    def _take_in(
         self,
         features: Tensor,
         positions: Tensor,

@@ -15,7 +15,12 @@ from benchmarks import h200
 from benchmarks.h200 import BF16, DEVICE, F32, HEAD_DIM, HEADS, D, H, K, median_us, paged, randn
 from torch import Tensor
 
-from musespark.ops import attention_decode, attention_prefill, soft_cap
+from musespark.ops import (
+    attention_decode,
+    attention_prefill,
+    attention_prefill_hopper,
+    soft_cap,
+)
 from musespark.ops.expert_finalize import _finalize_kernel
 from musespark.ops.residual_boundary import _boundary_kernel
 from musespark.ops.router_gemm import _router_planes_kernel, split_weight
@@ -132,6 +137,14 @@ def prefill(T: int) -> Iterator[Variant]:
                 setattr(attention_prefill, name, value)
 
         yield "rows {} keys {} warps {} stages {}".format(*values), run
+
+    def run_with_roles() -> None:
+        attention_prefill_hopper.attention_prefill_hopper(
+            query, cache.key, cache.value, sequences.block_table, on_device.query_start,
+            on_device.key_start, on_device.seq_lens, 0.1,
+        )  # fmt: skip
+
+    yield "warps with roles", run_with_roles
 
 
 def cap(T: int) -> Iterator[Variant]:

@@ -305,7 +305,7 @@ def _attend(
 @gluon.jit
 def _copy(
     args, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_G: gl.constexpr,
-    _BLOCK_SIZE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Four warps that copy all items' queries, keys and values; zeros for what is not needed."""
     (
@@ -358,8 +358,8 @@ def _copy(
                 place = key + part * _PART
                 exists = place >= start
                 place -= first_key
-                block = gl.load(table + place // _BLOCK_SIZE, mask=exists, other=0).to(gl.int64)
-                offset = (block * _BLOCK_SIZE + place % _BLOCK_SIZE) * KV_HEADS + kv_head
+                block = gl.load(table + place // BLOCK_SIZE, mask=exists, other=0).to(gl.int64)
+                offset = (block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv_head
                 at = gl.expand_dims(offset * _D, 1) + column
                 exists = gl.expand_dims(exists, 1)
                 copy_words(key_parts.index(slot * PARTS + part), key_ptr + at, mask=exists)

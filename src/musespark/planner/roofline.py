@@ -20,18 +20,18 @@ PRODUCTS, SMALL = "products", "small operations"
 COLLECTIVES, HOST = "collectives", "waiting for the host"
 
 EXPERTS_MEASURED: dict[int, float] = {
-    1: 68.1, 4: 214.2, 16: 664.6, 64: 1476.5, 256: 1752.1, 1024: 2401.5, 4096: 5617.7,
+    1: 68.5, 4: 217.6, 16: 666.0, 64: 1482.8, 256: 1763.2, 1024: 2398.0, 4096: 5117.1,
 }  # fmt: skip
 """Tokens -> microseconds of one layer's NVFP4 experts (256 of 4096 x 4096, top 8, uniform routing)
-on one H200; the better of two rounds (docs/nvfp4-hopper.md, benchmarks/results)."""
+on one H200 (docs/nvfp4-hopper.md, benchmarks/results/h200_experts.json)."""
 _MEASURED_EXPERTS, _MEASURED_K, _MEASURED_WIDTH = 256, 8, 4096
 
-# Those that are launched, and what attention and thin products lose: a layer takes 252 us at one
-# token on an H200 (docs/benchmarks.md), of which reading its weights and cache takes 201.
+# Those that are launched, and what attention and thin products lose: a layer takes 235 us at one
+# token on an H200 (docs/benchmarks.md), of which reading its weights and cache takes 191.
 _SMALL_OPS_A_LAYER = 16
-# Attention over prompts, beside its products at full rate: 2.3 to 4.2 times as long from 1024 to
-# 4096 tokens.
-_PREFILL_ATTENTION_SLOWDOWN = 2.6
+# Attention over prompts, beside its products at full rate: 1.9 to 3 times as long from 1024 to 4096
+# tokens.
+_PREFILL_ATTENTION_SLOWDOWN = 2.0
 # A layer whose rows travel is launched by the host, which waits for their counts: over two H200s it
 # took no less than 3.3 to 4.9 ms for up to 1024 tokens.
 _LAYER_OF_TRAVELLING_ROWS = 3.4e-3

@@ -18,7 +18,7 @@ from musespark.engine.engine import Engine, EngineLimits, NewToken
 from musespark.engine.executor import InProcessExecutor
 from musespark.engine.kv_blocks import CacheLayout
 from musespark.engine.speculation import Speculation, SpeculationSettings
-from musespark.speculative.budget import StepCosts
+from musespark.speculative.budget import Acceptance, StepCosts, Surcharge
 
 
 def costs_of(last, draft=0.01, num_guesses=4):
@@ -253,6 +253,23 @@ def test_widths_follow_the_costs():
     assert run(engine, request) == expected
     assert engine.stats().speculation.verified[1] > 0
     assert engine.stats().speculation.verified[2:] == [0, 0]
+
+
+def test_what_steps_take_beside_the_device_makes_guessing_worth_it():
+    """By the device's times it is not; but any step of an engine takes ten times as long."""
+    request = [(prompt_of(9), dataclasses.replace(GREEDY, max_tokens=40))]
+    expected = run(new_engine(), request)
+    short = StepCosts(
+        plain=((1, 1e-6),),
+        verify_one=((1, 9e-6),),
+        verify_all=((1, 1e-5),),
+        draft=((1, 1e-6),),
+        num_guesses=4,
+    )
+    engine = new_engine(next_logits, costs=short, fixed_width=False)
+    assert run(engine, request) == expected
+    assert engine.stats().speculation.cycles > 0
+    assert not Acceptance(4).is_worthwhile(1, 1, short, Surcharge())
 
 
 def test_a_draft_that_is_never_right_is_not_asked_for_long():

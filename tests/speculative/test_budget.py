@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from musespark.speculative.budget import Acceptance, StepCosts, check_costs, choose_widths, smoothed
+from musespark.speculative.budget import (
+    Acceptance,
+    StepCosts,
+    Surcharge,
+    check_costs,
+    choose_widths,
+    smoothed,
+)
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -33,6 +40,8 @@ JUMP = StepCosts(
     draft=((1, 0.1),),
     num_guesses=5,
 )
+
+AS_MEASURED = Surcharge()
 
 chances = st.lists(st.floats(0.01, 1), max_size=6).map(lambda c: sorted(c, reverse=True))
 
@@ -71,7 +80,7 @@ def test_width_falls_to_zero_as_the_batch_grows():
     totals = []
     for num_sequences in (1, 4, 16, 48, 128):
         survival = [[0.8, 0.64, 0.5, 0.4, 0.3]] * num_sequences
-        widths = choose_widths(survival, num_sequences, num_sequences, RISING)
+        widths = choose_widths(survival, num_sequences, num_sequences, RISING, AS_MEASURED)
         totals.append(sum(widths) / num_sequences)
     assert totals[0] == 5
     assert totals[-1] == 0
@@ -80,26 +89,26 @@ def test_width_falls_to_zero_as_the_batch_grows():
 
 def test_free_rows_are_all_used_and_dear_ones_not_at_all():
     survival = [[0.9, 0.5, 0.01], [0.2]]
-    assert choose_widths(survival, 2, 2, FLAT) == [3, 1]
-    assert choose_widths(survival, 2, 2, PROPORTIONAL) == [0, 0]
-    assert choose_widths([], 3, 3, FLAT) == []
+    assert choose_widths(survival, 2, 2, FLAT, AS_MEASURED) == [3, 1]
+    assert choose_widths(survival, 2, 2, PROPORTIONAL, AS_MEASURED) == [0, 0]
+    assert choose_widths([], 3, 3, FLAT, AS_MEASURED) == []
 
 
 def test_the_likely_guesses_go_first():
     costs = costs_of(lambda n: 1.0 + 0.6 * (n - 1), num_guesses=3)
-    assert choose_widths([[0.9, 0.8, 0.2], [0.3, 0.2, 0.1]], 2, 2, costs) == [2, 0]
+    assert choose_widths([[0.9, 0.8, 0.2], [0.3, 0.2, 0.1]], 2, 2, costs, AS_MEASURED) == [2, 0]
 
 
 def test_a_dear_first_row_does_not_hide_the_cheap_ones_behind_it():
     survival = [[0.9, 0.85, 0.8, 0.75, 0.7]]
-    assert choose_widths(survival, 1, 1, JUMP) == [5]
+    assert choose_widths(survival, 1, 1, JUMP, AS_MEASURED) == [5]
 
 
 def test_a_step_is_filled_up_to_a_round_number_of_tokens():
     def total(likely, num_sequences=4):
         survival = [[0.9] * count + [0.01] * (20 - count) for count in likely]
         costs = costs_of(lambda n: 1.0 + n / 25, num_guesses=20)
-        widths = choose_widths(survival, num_sequences, num_sequences, costs)
+        widths = choose_widths(survival, num_sequences, num_sequences, costs, AS_MEASURED)
         return sum(widths) + num_sequences
 
     assert total([3, 3, 3, 1]) == 14  # any number, as long as they are few
@@ -109,13 +118,14 @@ def test_a_step_is_filled_up_to_a_round_number_of_tokens():
     assert total([0, 0, 0, 0]) == 4
     assert total([0] * 19, num_sequences=19) == 19  # not for its own sake
     survival = [[0.9] * 5] * 3 + [[]]
-    assert choose_widths(survival, 4, 4, FLAT) == [5, 5, 5, 0]  # nothing is left to fill it with
+    # Nothing is left to fill it with.
+    assert choose_widths(survival, 4, 4, FLAT, AS_MEASURED) == [5, 5, 5, 0]
 
 
 @given(st.lists(chances, max_size=6), st.integers(0, 20), st.sampled_from([RISING, FLAT, JUMP]))
 def test_a_decision_does_not_depend_on_what_comes_later(survival, extra, costs):
     num = len(survival) + extra + 1
-    widths = choose_widths(survival, num, num, costs)
+    widths = choose_widths(survival, num, num, costs, AS_MEASURED)
     assert all(0 <= w <= len(c) for w, c in zip(widths, survival, strict=True))
     rng = random.Random(extra)
     for place, width in enumerate(widths):
@@ -124,19 +134,19 @@ def test_a_decision_does_not_depend_on_what_comes_later(survival, extra, costs):
             other = list(survival)
             later = [survival[place][kept - 1] * rng.random() for _ in range(rng.randrange(6))]
             other[place] = survival[place][:kept] + sorted(later, reverse=True)
-            assert choose_widths(other, num, num, costs)[place] >= kept
+            assert choose_widths(other, num, num, costs, AS_MEASURED)[place] >= kept
         # One that was refused is refused whatever those behind it look like.
         if width < len(survival[place]):
             other = list(survival)
             other[place] = survival[place][: width + 1] + [survival[place][width]] * 3
-            assert choose_widths(other, num, num, costs)[place] == width
+            assert choose_widths(other, num, num, costs, AS_MEASURED)[place] == width
 
 
 # So few that no step is filled up to a round number of tokens.
 @given(st.lists(chances, max_size=2))
 def test_no_other_uniform_number_of_rows_is_faster_on_a_convex_curve(survival):
     num = len(survival) + 1
-    widths = choose_widths(survival, num, num, RISING)
+    widths = choose_widths(survival, num, num, RISING, AS_MEASURED)
     best = rate(survival, widths, num, num, RISING)
     for width in range(7):
         other = [min(width, len(chances)) for chances in survival]
@@ -145,30 +155,70 @@ def test_no_other_uniform_number_of_rows_is_faster_on_a_convex_curve(survival):
 
 def test_acceptance_follows_what_happens_and_forgets_it_slowly():
     acceptance = Acceptance(3)
-    assert acceptance.is_worthwhile(1, 1, RISING)
+    assert acceptance.is_worthwhile(1, 1, RISING, AS_MEASURED)
     before = acceptance.survival
     for _ in range(400):
         acceptance.observe([(3, 0, [0.9, 0.8, 0.7])])
     assert acceptance.survival[0] < 0.01
     # What was never reached is not known to be wrong.
     assert acceptance.survival[1] / acceptance.survival[0] == pytest.approx(0.75)
-    assert not acceptance.is_worthwhile(1, 1, RISING)
+    assert not acceptance.is_worthwhile(1, 1, RISING, AS_MEASURED)
     for _ in range(3000):
         acceptance.forget()
     assert acceptance.survival == pytest.approx(before, rel=0.1)
-    assert acceptance.is_worthwhile(1, 1, RISING)
+    assert acceptance.is_worthwhile(1, 1, RISING, AS_MEASURED)
+
+
+def test_what_an_engine_does_around_steps_counts_too():
+    """A step of the device is short here beside what the host does around it."""
+    costs = StepCosts(
+        plain=((1, 0.4), (32, 0.6)),
+        verify_one=((1, 0.9), (32, 1.2)),
+        verify_all=((1, 1.0), (32, 1.4)),
+        draft=((1, 0.5), (32, 0.7)),
+        num_guesses=5,
+    )
+    acceptance, surcharge = Acceptance(5), Surcharge()
+    assert not acceptance.is_worthwhile(1, 1, costs, surcharge)
+    for _ in range(30):
+        surcharge.observe(1, 0.8, 0.4, verifies=False)
+    assert surcharge.plain_seconds(1) == pytest.approx(0.4)
+    assert surcharge.verify_seconds(1) == pytest.approx(0.4)
+    assert acceptance.is_worthwhile(1, 1, costs, surcharge)
+    # So it does when guesses are chosen: a longer step is less dear beside the rest of it.
+    chances = [[0.75, 0.5, 0.3, 0.2, 0.1]]
+    assert choose_widths(chances, 1, 1, costs, AS_MEASURED) < choose_widths(
+        chances, 1, 1, costs, surcharge
+    )
+    # Of other numbers of sequences nothing is known.
+    assert surcharge.plain_seconds(16) == 0
+    assert not acceptance.is_worthwhile(1, 1, costs, AS_MEASURED)
+    # Guessing takes as long as the tokens that it brings; and is tried again some time.
+    for _ in range(60):
+        surcharge.observe(1, 3.0, 1.5, verifies=True)
+    assert surcharge.verify_seconds(1) == pytest.approx(1.5)
+    assert not acceptance.is_worthwhile(1, 1, costs, surcharge)
+    for _ in range(6000):
+        surcharge.observe(1, 0.8, 0.4, verifies=False)
+    assert acceptance.is_worthwhile(1, 1, costs, surcharge)
+    # Steps that were faster than measured say nothing, and one that hung little.
+    for _ in range(60):
+        surcharge.observe(1, 0.3, 0.4, verifies=False)
+    assert surcharge.plain_seconds(1) == pytest.approx(0, abs=1e-3)
+    surcharge.observe(1, 1000.0, 0.4, verifies=False)
+    assert surcharge.plain_seconds(1) < 0.4
 
 
 def test_nobody_guesses_where_the_target_has_enough_to_do():
     acceptance = Acceptance(5)
     for _ in range(1000):
         acceptance.observe([(5, 5, [0.9] * 5)])
-    assert acceptance.is_worthwhile(1, 1, RISING)
-    assert not acceptance.is_worthwhile(1, 1, PROPORTIONAL)
+    assert acceptance.is_worthwhile(1, 1, RISING, AS_MEASURED)
+    assert not acceptance.is_worthwhile(1, 1, PROPORTIONAL, AS_MEASURED)
     costs = costs_of(lambda n: 1.0 + n / 200)
-    assert acceptance.is_worthwhile(100, 100, costs)
+    assert acceptance.is_worthwhile(100, 100, costs, AS_MEASURED)
     slow = dataclasses.replace(costs, draft=((1, 0.1), (100, 9.0)))
-    assert not acceptance.is_worthwhile(100, 100, slow)
+    assert not acceptance.is_worthwhile(100, 100, slow, AS_MEASURED)
 
 
 def test_guesses_that_are_not_verified_count_as_the_draft_thinks():

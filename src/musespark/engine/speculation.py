@@ -30,7 +30,7 @@ from musespark.engine.scheduler import ScheduledRequest
 from musespark.model.batch import ForwardBatch
 from musespark.model.draft import DraftContext, PagedContext
 from musespark.ops.transfers import Readback, send
-from musespark.speculative.budget import Acceptance, StepCosts, choose_widths
+from musespark.speculative.budget import Acceptance, StepCosts, Surcharge, choose_widths
 from musespark.speculative.guess import Guess
 from musespark.speculative.proposer import Proposer
 from musespark.speculative.verify import Verification
@@ -115,6 +115,9 @@ class Speculation:
         self._costs = None if settings.fixed_width else settings.costs
         assert settings.fixed_width or self._costs is not None
         self._acceptance = Acceptance(settings.num_tokens)
+        self._surcharge = Surcharge()
+        # Whether there were guesses behind the last step.
+        self._has_guessed = False
         # What a slot's guesses were drawn from, and for whom.
         self._drawn_from: dict[int, tuple[Request, Tensor]] = {}
         self._verified_at = [0] * settings.num_tokens
@@ -134,7 +137,7 @@ class Speculation:
         if self._costs is None:
             return [len(request.draft_token_ids) for request in requests]
         survival = [request.draft_survival for request in requests]
-        return choose_widths(survival, num_sequences, num_tokens, self._costs)
+        return choose_widths(survival, num_sequences, num_tokens, self._costs, self._surcharge)
 
     def guesses(self, sampling: Sequence[ScheduledRequest]) -> Guesses | None:
         """What a step has to verify; None if nothing."""
@@ -169,15 +172,24 @@ class Speculation:
     def count_time(
         self, schedule: Sequence[ScheduledRequest], num_new_tokens: int, seconds: float
     ) -> None:
-        """Compare a step that took `seconds`, for `num_new_tokens` tokens, with how long those
-        would have taken one by one."""
+        """Compare a step that took `seconds`, for `num_new_tokens` tokens, with what it should have
+        taken, and with how long those tokens would have taken one by one."""
+        costs, surcharge = self._settings.costs, self._surcharge
+        if costs is None:
+            return
         num_drafts = sum(item.num_drafts for item in schedule)
-        costs = self._settings.costs
-        if num_drafts and costs is not None:
-            num_sampling = sum(item.samples for item in schedule)
-            num_tokens = sum(item.num_new_tokens for item in schedule) - num_drafts
-            plain = costs.plain_seconds(num_tokens)
+        num_sampling = sum(item.samples for item in schedule)
+        num_tokens = sum(item.num_new_tokens for item in schedule) - num_drafts
+        if num_drafts:
+            plain = costs.plain_seconds(num_tokens) + surcharge.plain_seconds(num_sampling)
             self._saved_seconds += num_new_tokens / num_sampling * plain - seconds
+        if num_tokens > len(schedule) or bool(num_drafts) != self._has_guessed:
+            return  # it read a prompt, or was the first or the last of those that guess
+        measured = costs.plain_seconds(num_tokens)
+        if num_drafts:
+            measured = costs.verify_seconds(num_tokens, num_drafts)
+            measured += costs.draft_seconds(num_sampling)
+        surcharge.observe(num_tokens, seconds, measured, verifies=num_drafts > 0)
 
     def stats(self) -> SpeculationStats:
         """What guessing has brought."""
@@ -236,6 +248,7 @@ class Speculation:
             sampler: draws guesses as it draws tokens.
             is_overtaken: the next step is under way already. It `rests`.
         """
+        self._has_guessed = False
         if not parts:
             return
         started = time.perf_counter()
@@ -247,6 +260,7 @@ class Speculation:
             ended = (part.request for part in parts)
             self._inject({id(r) for r in ended if r.status is RequestStatus.FINISHED})
         if guesses:
+            self._has_guessed = True
             self._propose(output.batch, drafting, sampler)
         elif drafting:
             self._acceptance.forget()
@@ -258,7 +272,7 @@ class Speculation:
         load = num_guessing, num_sequences
         if self._may_wait and load == self._refused:
             return False  # asked again when the draft takes in what waits
-        guesses = self._acceptance.is_worthwhile(*load, self._costs)
+        guesses = self._acceptance.is_worthwhile(*load, self._costs, self._surcharge)
         self._refused = None if guesses else load
         return guesses
 

@@ -29,6 +29,9 @@ _MEMORY, _FORGET = 12.0, 0.002
 # scheduler and the sampler more to do. For each further sequence it must bring more: those that are
 # hard to guess get no more tokens out of a longer step, and are there when the others have ended.
 _MARGIN, _MARGIN_PER_SEQUENCE, _MOST_MARGIN = 1.25, 0.02, 1.9
+# How much a step's surcharge counts beside those before it; how many times the measured time it may
+# be, since a step may have waited for a compiler; how fast that of guessing is forgotten meanwhile.
+_NEW, _MOST_SURCHARGE, _FORGET_SURCHARGE = 0.1, 8.0, 0.0005
 # Tokens of a step that may be any number, and what larger numbers are multiples of.
 _MOST_ODD, _ROUND = 16, 8
 
@@ -56,6 +59,11 @@ class StepCosts:
         """Of guessing for so many sequences."""
         return _interpolate(self.draft, num_sequences)
 
+    def verify_seconds(self, num_sequences: int, num_guesses: int) -> float:
+        """Of a step that verifies so many guesses, in all, of sequences that decode."""
+        curve = self.verify_curve(num_sequences, num_sequences)
+        return _interpolate(curve, num_sequences + num_guesses)
+
     def verify_curve(self, num_sequences: int, num_tokens: int) -> _Points:
         """(tokens, seconds) of a step of so many sequences that runs `num_tokens` tokens in any
         case, with none, one and all guesses of each sequence verified."""
@@ -72,7 +80,11 @@ class StepCosts:
 
 
 def choose_widths(
-    survival: Sequence[Sequence[float]], num_sequences: int, num_tokens: int, costs: StepCosts
+    survival: Sequence[Sequence[float]],
+    num_sequences: int,
+    num_tokens: int,
+    costs: StepCosts,
+    surcharge: "Surcharge",
 ) -> list[int]:
     """How many of each request's guesses to verify: for the most tokens per second, and then some
     that fill the step up to a round number of tokens.
@@ -82,12 +94,15 @@ def choose_widths(
         num_sequences: tokens that the step brings in any case.
         num_tokens: tokens that it runs in any case.
         costs: what a step takes.
+        surcharge: what it takes besides.
     """
     places = sorted(
         ((place, index) for place, chances in enumerate(survival) for index in range(len(chances))),
         key=lambda item: -survival[item[0]][item[1]],
     )
-    hull = _hull(costs.verify_curve(num_sequences, num_tokens))
+    beyond = surcharge.verify_seconds(num_sequences)
+    curve = costs.verify_curve(num_sequences, num_tokens)
+    hull = _hull(tuple((size, seconds + beyond) for size, seconds in curve))
     widths = [0] * len(survival)
     tokens, seconds = float(num_sequences), hull[0][1]
     pays = True
@@ -106,6 +121,41 @@ def _is_round(num_tokens: int) -> bool:
     """Whether a step of so many tokens is one of a few kinds. On a CPU the first step of a size
     takes half as long again, since its products are set up; GPUs have graphs of some sizes only."""
     return num_tokens <= _MOST_ODD or num_tokens % _ROUND == 0
+
+
+class Surcharge:
+    """How much longer than measured steps have taken of late.
+
+    Measured is what the device does, and what starts it. Around it an engine schedules, samples and
+    hands out, while the device works or while it waits; where a step is short, that is as long. So
+    it is watched, by numbers of sequences up to the same power of two.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[int, float] = {}
+        self._verifying: dict[int, float] = {}
+
+    def plain_seconds(self, num_sequences: int) -> float:
+        """Of a step without guesses."""
+        return self._plain.get(num_sequences.bit_length(), 0.0)
+
+    def verify_seconds(self, num_sequences: int) -> float:
+        """Of one that verifies guesses, and the guessing behind it; where that is not known yet, as
+        of one without."""
+        plain = self.plain_seconds(num_sequences)
+        return self._verifying.get(num_sequences.bit_length(), plain)
+
+    def observe(
+        self, num_sequences: int, seconds: float, measured: float, *, verifies: bool
+    ) -> None:
+        """Take in that a step, which verified guesses or did not, has taken `seconds`."""
+        size = num_sequences.bit_length()
+        kept = self._verifying if verifies else self._plain
+        beyond = min(max(seconds - measured, 0.0), _MOST_SURCHARGE * measured)
+        kept[size] = _towards(beyond, kept.get(size, beyond), _NEW)
+        if not verifies and size in self._verifying:
+            forgotten = _towards(kept[size], self._verifying[size], _FORGET_SURCHARGE)
+            self._verifying[size] = forgotten
 
 
 class Acceptance:
@@ -148,11 +198,14 @@ class Acceptance:
         """Take in that a step went by without guesses."""
         self._rates = [rate + _FORGET * (_PRIOR - rate) for rate in self._rates]
 
-    def is_worthwhile(self, num_guessing: int, num_sequences: int, costs: StepCosts) -> bool:
+    def is_worthwhile(
+        self, num_guessing: int, num_sequences: int, costs: StepCosts, surcharge: Surcharge
+    ) -> bool:
         """Whether to guess for `num_guessing` of `num_sequences` that decode."""
-        plain = num_sequences / costs.plain_seconds(num_sequences)
+        seconds = costs.plain_seconds(num_sequences) + surcharge.plain_seconds(num_sequences)
+        plain = num_sequences / seconds
         margin = min(_MARGIN + _MARGIN_PER_SEQUENCE * (num_sequences - 1), _MOST_MARGIN)
-        drafting = costs.draft_seconds(num_guessing)
+        drafting = costs.draft_seconds(num_guessing) + surcharge.verify_seconds(num_sequences)
         curve = costs.verify_curve(num_sequences, num_sequences)
         return any(
             (num_sequences + num_guessing * gained)
@@ -160,6 +213,10 @@ class Acceptance:
             > plain * margin
             for width, gained in enumerate(accumulate(self.survival), start=1)
         )
+
+
+def _towards(value: float, before: float, share: float) -> float:
+    return before + share * (value - before)
 
 
 def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:

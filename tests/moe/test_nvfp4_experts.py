@@ -24,6 +24,8 @@ from musespark.moe.experts.build import build_experts
 from musespark.moe.experts.nvfp4 import NVFP4Experts
 from musespark.moe.experts.nvfp4_w4a4 import NVFP4W4A4Experts
 from musespark.moe.experts.part import ExpertPart
+from musespark.ops.bf16_grouped_gemm_hopper import HopperBF16Experts
+from musespark.ops.nvfp4_hopper import HopperNVFP4Experts
 from musespark.ops.triton_import import IS_INTERPRETED
 from musespark.parallel.layout import Layout
 from musespark.parallel.mesh import Mesh, MeshAxis
@@ -195,6 +197,30 @@ def test_on_hopper_the_pooler_writes_columns_in_the_kernel_s_order(tokens, monke
     for module in (block, block.experts):
         module.pack()
     assert relative_error(block(hidden).double(), plain.double()) < 1.5e-2
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("kind", ["nvfp4", "bf16"])
+def test_a_rank_with_some_experts_expects_its_share_of_the_rows(kind, monkeypatch):
+    """Tokens choose among all experts, so those here get no more rows each than on one rank."""
+    monkeypatch.setattr(f"musespark.moe.experts.{kind}.runs_on", lambda *_: True)
+    monkeypatch.setattr("musespark.moe.experts.bf16.are_small", lambda *_: False)
+    layer = make_layer(num_local_experts=8, moe_hidden_size=128, moe_intermediate_size=128)
+    packed = []
+    for mesh in (None, Mesh(expert=MeshAxis(1, 4))):
+        part = ExpertPart.of(layer.config, mesh or Mesh())
+        made = NVFP4Experts if kind == "nvfp4" else GroupedExperts
+        experts = made(layer.config, dtype=torch.bfloat16, device=CPU, part=part)
+        if isinstance(experts, NVFP4Experts):
+            fill(experts, layer.tensors)
+        experts.pack()
+        assert isinstance(experts._on_gpu, HopperNVFP4Experts | HopperBF16Experts)
+        assert experts._on_gpu.num_experts == part.num_experts_here
+        packed.append(experts._on_gpu)
+    whole, cut = packed
+    for rows_each in (1, 10, 50, 60, 1000):
+        assert cut.choose_tiling(8 * rows_each) == whole.choose_tiling(8 * rows_each)
+    assert whole.choose_tiling(8) != whole.choose_tiling(8 * 1000)
 
 
 def test_build_chooses_by_layer_and_backend():

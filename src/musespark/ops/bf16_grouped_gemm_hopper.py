@@ -54,12 +54,13 @@ TILINGS = (
 class HopperBF16Experts:
     """y = b( b( silu(x @ Wgate) * (x @ Wup) ) @ Wdown ) per route, on the weights as they are."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, *, num_routed: int | None = None) -> None:
         """Take the weights.
 
         Args:
             gate_up: [E, 2 I, H] bfloat16, gate rows first.
             down: [E, H, I] bfloat16.
+            num_routed: experts that tokens choose among, here and elsewhere; None: those here.
 
         Raises:
             ValueError: H or I is not a multiple of 128.
@@ -71,7 +72,13 @@ class HopperBF16Experts:
                     f"Hopper's grouped GEMM needs widths that are multiples of 128: found {size} "
                     f"as a rank's share of the {name}. Choose a parallel layout whose shares are."
                 )
+        self._num_routed = num_routed or self.num_experts
         self._gate_up, self._down = gate_up.data, down.data
+
+    def choose_tiling(self, num_routes: int) -> BF16Tiling:
+        """The tiling for so many routes, of which a part may be elsewhere."""
+        mean = num_routes / self._num_routed
+        return next(tiling for most, tiling in TILINGS if mean <= most)
 
     def __call__(
         self,
@@ -95,8 +102,7 @@ class HopperBF16Experts:
         """
         num_routes = ids.numel()
         if tiling is None:
-            mean = num_routes / self.num_experts
-            tiling = next(choice for most, choice in TILINGS if mean <= most)
+            tiling = self.choose_tiling(num_routes)
         x, ids = x.contiguous(), ids.contiguous()
         work = build_work_list(ids, self.num_experts, tiling.capacity, first_expert=first_expert)
         hidden = x.new_empty((num_routes, self.inner))

@@ -97,7 +97,9 @@ class GroupedExperts(nn.Module):
             return False
         device, dtype = gate_up.device, gate_up.dtype
         if dtype == torch.bfloat16 and runs_on(device, self.width, self.part.inner_size):
-            self._on_gpu = HopperBF16Experts(gate_up.data, down.data)
+            self._on_gpu = HopperBF16Experts(
+                gate_up.data, down.data, num_routed=self.part.num_experts
+            )
         elif routed_experts.takes(device, dtype):
             self._on_gpu = RoutedExperts(gate_up.data, down.data)
         return self._on_gpu is not None

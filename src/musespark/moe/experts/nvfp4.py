@@ -175,8 +175,9 @@ class NVFP4Experts(nn.Module):
         factors = self.gate_up_proj_weight_scale_2.data, self.down_proj_weight_scale_2.data
         if self._suits_hopper():
             self._on_gpu = HopperNVFP4Experts(
-                gate_up.data, scales.data, factors[0], down.data, down_scales.data, factors[1]
-            )
+                gate_up.data, scales.data, factors[0], down.data, down_scales.data, factors[1],
+                num_routed=self.part.num_experts,
+            )  # fmt: skip
         elif routed_experts.takes(device, self.dtype):
             self._on_gpu = RoutedExperts(
                 gate_up.data, down.data, (scales.data, down_scales.data), factors

@@ -112,6 +112,8 @@ class HopperNVFP4Experts:
         down: Tensor,
         down_scales: Tensor,
         down_global: Tensor,
+        *,
+        num_routed: int | None = None,
     ) -> None:
         """Re-lay the weights.
 
@@ -122,12 +124,14 @@ class HopperNVFP4Experts:
             down: [E, H, I / 2] uint8.
             down_scales: [E, H, I / 16] float8_e4m3fn.
             down_global: [E] float32.
+            num_routed: experts that tokens choose among, here and elsewhere; None: those here.
 
         Raises:
             ValueError: H or I is not a multiple of 128.
         """
         self.num_experts, self.width, self.inner = len(down), down.shape[1], 2 * down.shape[2]
         check_shape(self.width, self.inner)
+        self._num_routed = num_routed or self.num_experts
         self._tilings = tilings_for(self.width, self.inner)
         pack_in_place(gate_up, gate_up_scales, gate_up_rows(self.inner, gate_up.device))
         pack_in_place(down, down_scales)
@@ -136,9 +140,16 @@ class HopperNVFP4Experts:
         self._gate_up_factors = (gate_up_global.to(torch.float32) * LEFTOVER).contiguous()
         self._down_factors = (down_global.to(torch.float32) * LEFTOVER).contiguous()
 
+    def choose_tiling(self, num_routes: int) -> Tiling | WarpTiling:
+        """The tiling for so many routes, of which a part may be elsewhere."""
+        # Warps with roles count elements in 32 bits.
+        is_countable = num_routes * max(self.width, self.inner) < 2**31
+        tilings = self._tilings if is_countable else TILINGS
+        return choose_tiling(num_routes, self._num_routed, tilings)
+
     def list_work(self, ids: Tensor, *, first_expert: int = 0) -> WorkList:
         """What a call on these ids [T, K] works off: it needs no activations yet."""
-        tiling = self._choose_tiling(ids.numel())
+        tiling = self.choose_tiling(ids.numel())
         return build_work_list(
             ids.contiguous(), self.num_experts, tiling.capacity, first_expert=first_expert
         )
@@ -169,7 +180,7 @@ class HopperNVFP4Experts:
             out; its own number of each route [T, K], -1 where it was left out).
         """
         assert work is None or (is_permuted and tiling is None)
-        tiling = tiling or self._choose_tiling(ids.numel())
+        tiling = tiling or self.choose_tiling(ids.numel())
         x, ids = x.contiguous(), ids.contiguous()
         permuted = x if is_permuted else torch.empty_like(x)
         if work is None:
@@ -187,12 +198,6 @@ class HopperNVFP4Experts:
         else:
             self._run(permuted, hidden, rows, work, ids.shape[1], tiling)
         return rows, work.route_index
-
-    def _choose_tiling(self, num_routes: int) -> Tiling | WarpTiling:
-        # Warps with roles count elements in 32 bits.
-        is_countable = num_routes * max(self.width, self.inner) < 2**31
-        tilings = self._tilings if is_countable else TILINGS
-        return choose_tiling(num_routes, self.num_experts, tilings)
 
     def _run(
         self, x: Tensor, hidden: Tensor, rows: Tensor, work: WorkList, top_k: int, tiling: Tiling

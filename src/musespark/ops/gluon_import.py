@@ -25,6 +25,15 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
+
+def _first(owner: Any, *names: str) -> Any:
+    """What the owner has under the first of these names that it knows."""
+    for name in names:
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    raise ImportError(f"Gluon has none of {', '.join(names)}.")
+
+
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -37,20 +46,8 @@ try:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-except ImportError:
-    missing: Any = None
-    gluon, gl = SimpleNamespace(jit=triton.jit), SimpleNamespace(constexpr=tl.constexpr)
-    constexpr_function = triton.jit
-    TensorDescriptor = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = missing
-    async_copy = mbarrier = barrier = copy_words = copy_tensor = reinterpret = missing
-    HAS_GLUON = False
-else:
 
-    def _first(owner: Any, *names: str) -> Any:
-        """What the owner has under the first of these names that it knows."""
-        return next(getattr(owner, name) for name in names if hasattr(owner, name))
-
-    constexpr_function = gluon.constexpr_function
+    constexpr_function = _first(gluon, "constexpr_function")
     copy_words = _first(async_copy, "async_load", "async_copy_global_to_shared")
     """Copy to shared memory, 16 bytes and less at a time, from a pointer each."""
     copy_tensor = _first(tma, "async_load", "async_copy_global_to_shared")
@@ -60,3 +57,10 @@ else:
     reinterpret = _first(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
     """Shared memory as another shape."""
     HAS_GLUON = True
+except ImportError:
+    missing: Any = None
+    gluon, gl = SimpleNamespace(jit=triton.jit), SimpleNamespace(constexpr=tl.constexpr)
+    constexpr_function = triton.jit
+    TensorDescriptor = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = missing
+    async_copy = mbarrier = barrier = copy_words = copy_tensor = reinterpret = missing
+    HAS_GLUON = False

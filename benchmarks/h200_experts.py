@@ -31,9 +31,9 @@ from musespark.ops.nvfp4_hopper.experts import (
     HopperNVFP4Experts,
     Tiling,
     WarpTiling,
-    choose_tiling,
     tilings_for,
 )
+from musespark.ops.nvfp4_hopper.work_list import choose_tiling
 
 E, H, I, K = 256, 4096, 4096, 8  # noqa: E741
 Case = tuple[int, str]

@@ -232,6 +232,18 @@ def _attend_from(
     return out / tl.where(total > 0, total, 1.0)[:, None]
 
 
+def split_first(first_sequence: int | Tensor) -> tuple[int, Tensor | None]:
+    """(the first sequence, 0 where only the device knows it; what the device knows it by)"""
+    if isinstance(first_sequence, Tensor):
+        return 0, first_sequence
+    return first_sequence, None
+
+
+def num_runs(num_tokens: int, num_sequences: int, first: int, block_t: int) -> int:
+    """Runs of `block_t` tokens, as `find_run` counts them, of all sequences from the first on."""
+    return (num_tokens - first) // block_t + num_sequences - first
+
+
 @triton.jit
 def find_run(run, query_start_ptr, first_sequence, num_sequences, BLOCK_T: tl.constexpr):
     """Whose tokens a run of BLOCK_T has: (sequence, its first token, its tokens, begin).
@@ -373,8 +385,7 @@ def attention_prefill_triton(
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     num_sequences = seq_lens.shape[0]
-    first_on_device = first_sequence if isinstance(first_sequence, Tensor) else None
-    first = 0 if isinstance(first_sequence, Tensor) else first_sequence
+    first, first_on_device = split_first(first_sequence)
     if num_sequences == first:
         return out
     assert head_dim == next_power_of_2(head_dim)
@@ -387,7 +398,7 @@ def attention_prefill_triton(
     in_float32 = dot_in_float32(query.dtype)
     rows = 16 if in_float32 else _BLOCK_ROWS
     block_t = max(1, rows // block_g)
-    runs = (num_tokens - first) // block_t + num_sequences - first
+    runs = num_runs(num_tokens, num_sequences, first, block_t)
     _prefill_kernel[(runs, num_kv_heads)](
         query,
         key_cache,

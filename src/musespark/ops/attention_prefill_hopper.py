@@ -20,12 +20,17 @@ the window's edge in the last one or two, and the tiles between need no mask.
 
 # mypy: disable-error-code="assignment, unreachable, var-annotated"
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from musespark.ops.attention_prefill import LOG2_E, attention_prefill_triton, find_run
+from musespark.ops.attention_prefill import (
+    LOG2_E,
+    attention_prefill_triton,
+    find_run,
+    num_runs,
+    split_first,
+)
 from musespark.ops.gluon_import import (
     HAS_GLUON,
     async_copy,
@@ -38,7 +43,13 @@ from musespark.ops.gluon_import import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from musespark.ops.triton_import import IS_INTERPRETED, next_power_of_2, num_multiprocessors
+from musespark.ops.gluon_ring import allocate_ring, next_slot
+from musespark.ops.triton_import import (
+    IS_INTERPRETED,
+    is_hopper,
+    next_power_of_2,
+    num_multiprocessors,
+)
 
 HEAD_DIM = 64
 MIN_TOKENS = 512
@@ -70,16 +81,8 @@ if HAS_GLUON:
 
 
 @gluon.jit
-def _next(slot, phase):
-    """The ring's next tile, and how often modulo 2 the ring has come round to it."""
-    wraps = slot == _STAGES - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
 def _find_item(
-    step, runs, query_start_ptr, key_start_ptr, seq_lens_ptr, first_sequence, num_sequences,
-    window, KV_HEADS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_T: gl.constexpr,
+    step, pointers, scalars, KV_HEADS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_T: gl.constexpr
 ):  # fmt: skip
     """A program's item, from 0 on, and what all its warps must know of it.
 
@@ -88,6 +91,8 @@ def _find_item(
     table, number of tiles). Without tokens there are no tiles. Long runs come first; programs take
     them to and fro, so that each gets as much to do.
     """
+    query_start_ptr, key_start_ptr, seq_lens_ptr = pointers
+    runs, _items, first_sequence, num_sequences, window, _log2_scale = scalars
     at = gl.program_id(0)
     if step % 2 == 1:
         at = gl.num_programs(0) - 1 - at
@@ -120,24 +125,13 @@ def _halves(x):
 
 
 @gluon.jit
-def _largest(x):
-    """[M, N] -> [M, 8], without leaving the lane."""
+def _fold(x, OF: gl.constexpr):
+    """[M, N] -> [M, 8]: the "max" or the "sum" of every eighth, without leaving the lane."""
     if x.shape[1] == 8:
         result = gl.convert_layout(x, _EIGHT, assert_trivial=True)
     else:
         left, right = _halves(x)
-        result = _largest(gl.maximum(left, right))
-    return result
-
-
-@gluon.jit
-def _sum(x):
-    """[M, N] -> [M, 8], without leaving the lane."""
-    if x.shape[1] == 8:
-        result = gl.convert_layout(x, _EIGHT, assert_trivial=True)
-    else:
-        left, right = _halves(x)
-        result = _sum(left + right)
+        result = _fold(gl.maximum(left, right) if OF == "max" else left + right, OF)
     return result
 
 
@@ -185,10 +179,10 @@ def _softmax(scores, top, log2_scale):
     """
     LAYOUT: gl.constexpr = scores.type.layout
     # Scaled within the exponent, as one instruction; the scale is positive.
-    new_top = gl.maximum(top, gl.max(_largest(scores), 1) * log2_scale)
+    new_top = gl.maximum(top, gl.max(_fold(scores, "max"), 1) * log2_scale)
     factor = gl.exp2(top - new_top)
     weights = gl.exp2(scores * log2_scale - _by_row(new_top, LAYOUT))
-    return _sum(weights), weights, new_top, factor
+    return _fold(weights, "sum"), weights, new_top, factor
 
 
 @gluon.jit
@@ -207,7 +201,7 @@ def _steps(
     none = gl.zeros([_ROWS, _BLOCK_S], gl.float32, SCORES)
     for tile in range(first, last):
         before = slot
-        slot, phase = _next(slot, phase)
+        slot, phase = next_slot(slot, phase, _STAGES)
         mbarrier.wait(full.index(slot), phase)
         fence_async_shared()  # the matrix unit reads what threads have copied
         scores = warpgroup_mma(
@@ -235,8 +229,7 @@ def _attend(
 ):  # fmt: skip
     """A warpgroup that computes: its 64 rows of each item."""
     ring, queries, asked, done, out_ptr, pointers, scalars = args
-    query_start_ptr, key_start_ptr, seq_lens_ptr = pointers
-    runs, items, first_sequence, num_sequences, window, log2_scale = scalars
+    _runs, items, _first_sequence, _num_sequences, window, log2_scale = scalars
     full, empty, keys, values = ring
     TOKENS: gl.constexpr = _ROWS // BLOCK_G
     BLOCK_T: gl.constexpr = _C * TOKENS
@@ -248,10 +241,7 @@ def _attend(
         (
             kv_head, _sequence, query_start, num_queries, begin, position, stop, start, _first_key,
             tiles,
-        ) = _find_item(
-            step, runs, query_start_ptr, key_start_ptr, seq_lens_ptr, first_sequence,
-            num_sequences, window, KV_HEADS, HAS_WINDOW, BLOCK_T,
-        )  # fmt: skip
+        ) = _find_item(step, pointers, scalars, KV_HEADS, HAS_WINDOW, BLOCK_T)  # fmt: skip
         if tiles > 0:
             own = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
             own_position = position + INDEX * TOKENS + own // BLOCK_G
@@ -265,7 +255,7 @@ def _attend(
             half = nth % 2
             query = queries.index(half * _C + INDEX)
             mbarrier.wait(asked.index(half), nth // 2 & 1)
-            slot, phase = _next(slot, phase)
+            slot, phase = next_slot(slot, phase, _STAGES)
             mbarrier.wait(full.index(slot), phase)
             fence_async_shared()
             scores = gl.zeros([_ROWS, _BLOCK_S], gl.float32, SCORES)
@@ -312,8 +302,7 @@ def _copy(
         ring, queries, asked, done, query_ptr, query_stride, key_ptr, value_ptr, table_ptr,
         table_stride, pointers, scalars,
     ) = args  # fmt: skip
-    query_start_ptr, key_start_ptr, seq_lens_ptr = pointers
-    runs, items, first_sequence, num_sequences, window, _log2_scale = scalars
+    _runs, items, _first_sequence, _num_sequences, _window, _log2_scale = scalars
     full, empty, keys, values = ring
     BLOCK_T: gl.constexpr = _C * _ROWS // BLOCK_G
     PARTS: gl.constexpr = _BLOCK_S // _PART
@@ -330,10 +319,7 @@ def _copy(
         (
             kv_head, sequence, query_start, num_queries, begin, _position, stop, start, first_key,
             tiles,
-        ) = _find_item(
-            step, runs, query_start_ptr, key_start_ptr, seq_lens_ptr, first_sequence,
-            num_sequences, window, KV_HEADS, HAS_WINDOW, BLOCK_T,
-        )  # fmt: skip
+        ) = _find_item(step, pointers, scalars, KV_HEADS, HAS_WINDOW, BLOCK_T)  # fmt: skip
         if tiles > 0:
             half = nth % 2
             mbarrier.wait(done.index(half), (nth // 2 & 1) ^ 1)
@@ -366,7 +352,7 @@ def _copy(
                 copy_words(value_parts.index(slot * PARTS + part), value_ptr + at, mask=exists)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             key -= _BLOCK_S
-            slot, phase = _next(slot, phase)
+            slot, phase = next_slot(slot, phase, _STAGES)
 
 
 @gluon.jit(
@@ -416,19 +402,11 @@ def prefill_hopper_kernel(
     heads of one KV head.
     """
     gl.static_assert(_C * _ROWS // BLOCK_G <= _BLOCK_S)  # the first tile has the run's own keys
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    asked = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full, empty = allocate_ring(_STAGES, 32 * _COPY_WARPS, _C)
+    asked, done = allocate_ring(2, 32 * _COPY_WARPS, _C)
     keys = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BLOCK_S, _D], _TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BLOCK_S, _D], _TILE)
     queries = gl.allocate_shared_memory(gl.bfloat16, [2 * _C, _ROWS, _D], _TILE)
-    for i in gl.static_range(_STAGES):
-        mbarrier.init(full.index(i), count=32 * _COPY_WARPS)
-        mbarrier.init(empty.index(i), count=_C)
-    for i in gl.static_range(2):
-        mbarrier.init(asked.index(i), count=32 * _COPY_WARPS)
-        mbarrier.init(done.index(i), count=_C)
     fence_async_shared()
     if first_ptr is not None:
         first_sequence = gl.load(first_ptr)
@@ -452,11 +430,6 @@ def prefill_hopper_kernel(
     )
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def can_prefill_on_hopper(query: Tensor, key_cache: Tensor) -> bool:
     """Whether `attention_prefill_hopper` takes these."""
     return (
@@ -465,7 +438,7 @@ def can_prefill_on_hopper(query: Tensor, key_cache: Tensor) -> bool:
         and query.dtype == key_cache.dtype == torch.bfloat16
         and query.shape[2] == HEAD_DIM
         and query.shape[1] // key_cache.shape[2] in _GROUPS
-        and _is_hopper(query.device)
+        and is_hopper(query.device)
     )
 
 
@@ -489,8 +462,7 @@ def attention_prefill_hopper(
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     num_sequences = seq_lens.shape[0]
-    first_on_device = first_sequence if isinstance(first_sequence, Tensor) else None
-    first = 0 if isinstance(first_sequence, Tensor) else first_sequence
+    first, first_on_device = split_first(first_sequence)
     if num_sequences == first:
         return out
     assert query.stride()[1:] == (HEAD_DIM, 1)
@@ -499,7 +471,7 @@ def attention_prefill_hopper(
     group = num_heads // num_kv_heads
     block_g = next_power_of_2(group)
     block_t = WARPGROUPS * ROWS // block_g
-    runs = (num_tokens - first) // block_t + num_sequences - first
+    runs = num_runs(num_tokens, num_sequences, first, block_t)
     programs = min(runs * num_kv_heads, num_multiprocessors(query.device))
     items = -(-runs * num_kv_heads // programs)
     prefill_hopper_kernel[(programs,)](

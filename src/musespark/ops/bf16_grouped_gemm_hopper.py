@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from musespark.ops.nvfp4_hopper.work_list import (
+    TileClasses,
     build_work_list,
+    choose_tiling,
     find_item,
     finish_strip,
     is_class,
@@ -23,7 +25,7 @@ from musespark.ops.triton_import import IS_INTERPRETED, tl, triton
 
 
 @dataclass(frozen=True, slots=True)
-class BF16Tiling:
+class BF16Tiling(TileClasses):
     """How a launch cuts its work; all of it is decided when the kernel is compiled."""
 
     warps: int
@@ -32,15 +34,8 @@ class BF16Tiling:
     depth: int
     """Columns of a step."""
     mains: tuple[int, ...]
-    """Tokens of a tile, by class: a tile is multiplied as the first class that holds it."""
     tails: tuple[int, ...]
-    """Tokens of a second matrix product on the same weights, added to the class's first."""
     stages: int
-
-    @property
-    def capacity(self) -> int:
-        """The most tokens of a tile."""
-        return self.mains[-1] + self.tails[-1]
 
 
 # (up to so many rows an expert on average, tiling).
@@ -77,8 +72,7 @@ class HopperBF16Experts:
 
     def choose_tiling(self, num_routes: int) -> BF16Tiling:
         """The tiling for so many routes, of which a part may be elsewhere."""
-        mean = num_routes / self._num_routed
-        return next(tiling for most, tiling in TILINGS if mean <= most)
+        return choose_tiling(num_routes, self._num_routed, TILINGS)
 
     def __call__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from musespark.ops.triton_import import (
     HAS_TRITON,
     dot_in_float32,
+    is_hopper,
     launch_early,
     next_power_of_2,
     num_multiprocessors,
@@ -41,7 +42,7 @@ def takes(weight: Tensor) -> bool:
     num_rows, width = weight.shape
     fits = width % _DEPTH == 0 and weight.numel() >= _MIN_ELEMENTS
     fits = fits and sum(_strip(num_rows, num_multiprocessors(weight.device))) <= _MAX_ROWS
-    return fits and torch.cuda.get_device_capability(weight.device) == (9, 0)
+    return fits and is_hopper(weight.device)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -14,6 +14,7 @@ __all__ = [
     "HAS_TRITON",
     "IS_INTERPRETED",
     "dot_in_float32",
+    "is_hopper",
     "launch_early",
     "next_power_of_2",
     "num_multiprocessors",
@@ -87,6 +88,12 @@ def launch_early(device: torch.device, num_tokens: int) -> dict[str, bool]:
 @cache
 def _can_launch_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9.0, which some kernels are written for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def next_power_of_2(value: int) -> int:

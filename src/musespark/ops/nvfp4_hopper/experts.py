@@ -24,12 +24,22 @@ from musespark.ops.nvfp4_hopper.warp_specialized import (
     WORDS_BOX,
     warp_specialized_experts_kernel,
 )
-from musespark.ops.nvfp4_hopper.work_list import WorkList, build_work_list
-from musespark.ops.triton_import import HAS_TRITON, IS_INTERPRETED, num_multiprocessors
+from musespark.ops.nvfp4_hopper.work_list import (
+    TileClasses,
+    WorkList,
+    build_work_list,
+    choose_tiling,
+)
+from musespark.ops.triton_import import (
+    HAS_TRITON,
+    IS_INTERPRETED,
+    is_hopper,
+    num_multiprocessors,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class Tiling(TileClasses):
     """How a launch cuts its work; all of it is decided when the kernel is compiled."""
 
     warps: int
@@ -37,9 +47,7 @@ class Tiling:
     groups: int
     """1 or 2: how many times 16 * warps rows a program takes."""
     mains: tuple[int, ...]
-    """Tokens of a tile, by class: a tile is multiplied as the first class that holds it."""
     tails: tuple[int, ...]
-    """Tokens of a second matrix product on the same weights, added to the class's first."""
     stages: int
     """Steps of 128 columns in flight, the current one included."""
     unroll: int = 1
@@ -47,26 +55,16 @@ class Tiling:
     settle: bool = False
     """Whether each step waits for its products: fewer registers, so more programs side by side."""
 
-    @property
-    def capacity(self) -> int:
-        """The most tokens of a tile."""
-        return self.mains[-1] + self.tails[-1]
-
 
 @dataclass(frozen=True, slots=True)
-class WarpTiling:
+class WarpTiling(TileClasses):
     """How a launch with warps of their own roles cuts its work."""
 
     mains: tuple[int, ...]
     tails: tuple[int, ...]
-    """As in `Tiling`; powers of two from 16 on, and with a tail, the main part is the largest."""
+    """Powers of two from 16 on; with a tail, the main part is the largest."""
     stages: int
     """Steps of 128 columns in shared memory."""
-
-    @property
-    def capacity(self) -> int:
-        """The most tokens of a tile."""
-        return self.mains[-1] + self.tails[-1]
 
 
 # (up to so many rows an expert on average, tiling); docs/nvfp4-hopper.md has the measurements.
@@ -89,12 +87,6 @@ def tilings_for(width: int, inner: int) -> Tilings:
     if not HAS_GLUON or IS_INTERPRETED or 2 * inner % rows or width % rows:
         return TILINGS
     return (*TILINGS[:-1], (TILINGS[-1][0], WARP_TILING))
-
-
-def choose_tiling(num_routes: int, num_experts: int, tilings: Tilings) -> Tiling | WarpTiling:
-    """The tiling for so many rows over so many experts."""
-    mean = num_routes / num_experts
-    return next(tiling for most, tiling in tilings if mean <= most)
 
 
 class HopperNVFP4Experts:
@@ -260,5 +252,4 @@ def _describe_scales(scales: Tensor, columns: int) -> TensorDescriptor:
 
 def runs_on(device: torch.device, width: int, inner: int) -> bool:
     """Whether experts of these widths, H and I, have this path: on a Hopper GPU with Triton."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return HAS_TRITON and is_hopper and width % K_BLOCK == 0 and inner % K_BLOCK == 0
+    return HAS_TRITON and is_hopper(device) and width % K_BLOCK == 0 and inner % K_BLOCK == 0

@@ -37,9 +37,36 @@ def permuted_position(column):
 
 
 @triton.jit
-def rotate(x, BITS: tl.constexpr):
-    """Words rotated to the left."""
+def _rotate(x, BITS: tl.constexpr):
     return (x << BITS) | (x >> (32 - BITS))
+
+
+@triton.jit
+def merged(a, b):
+    """The bits that six pairs leave free in a group's two words: two more pairs."""
+    return (a & _MERGE) | (_rotate(b, 2) & _NOT_MERGE)
+
+
+@triton.jit
+def pair_bits(a, b, m, J: tl.constexpr):
+    """Pair J of a group of 16 codes, columns 2 J and 2 J + 1: each code's bits where bfloat16 has
+    them, out of the group's words a and b, and of `merged`."""
+    if J < 3:
+        bits = a if J == 0 else (_rotate(a, 28) if J == 1 else a << 6)
+    elif J < 6:
+        bits = b if J == 3 else (_rotate(b, 28) if J == 4 else b << 6)
+    else:
+        bits = m << 2 if J == 6 else _rotate(m, 24)
+    return bits & _MASK
+
+
+@triton.jit
+def widened(scale_words):
+    """[N] words of four scales -> [N, row half, column half] words, each scale twice as bfloat16,
+    times the power of two that codes lack."""
+    low = tl.join(scale_words & 0xFF, (scale_words >> 16) & 0xFF)
+    high = tl.join((scale_words >> 8) & 0xFF, scale_words >> 24)
+    return tl.join(low, high) * _WIDEN + _WIDEN_BIAS
 
 
 @triton.jit
@@ -73,22 +100,19 @@ def _dequantize(words, scale_words, WARPS: tl.constexpr, EMULATE: tl.constexpr):
     w = tl.permute(w, (1, 4, 2, 0, 3, 5))  # warp, row half, row, column half, group, word
     a, b = tl.split(tl.reshape(w, [16 * WARPS, 8, 2]))  # [rows, groups]
 
-    low = tl.join(scale_words & 0xFF, (scale_words >> 16) & 0xFF)
-    high = tl.join((scale_words >> 8) & 0xFF, scale_words >> 24)
-    s = tl.join(low, high) * _WIDEN + _WIDEN_BIAS  # [.., row half, column half]
+    s = widened(scale_words)  # [.., row half, column half]
     s = tl.reshape(s, [WARPS, 8, 4, 2, 2])  # warp, row, group, row half, column half
     s = tl.reshape(tl.permute(s, (0, 3, 1, 4, 2)), [16 * WARPS, 8])
 
-    m = (a & _MERGE) | (rotate(b, 2) & _NOT_MERGE)
-    # Pair j holds columns 2 j and 2 j + 1 of each group.
-    p0 = scaled_pair(a & _MASK, s, EMULATE)
-    p1 = scaled_pair(rotate(a, 28) & _MASK, s, EMULATE)
-    p2 = scaled_pair((a << 6) & _MASK, s, EMULATE)
-    p3 = scaled_pair(b & _MASK, s, EMULATE)
-    p4 = scaled_pair(rotate(b, 28) & _MASK, s, EMULATE)
-    p5 = scaled_pair((b << 6) & _MASK, s, EMULATE)
-    p6 = scaled_pair((m << 2) & _MASK, s, EMULATE)
-    p7 = scaled_pair(rotate(m, 24) & _MASK, s, EMULATE)
+    m = merged(a, b)
+    p0 = scaled_pair(pair_bits(a, b, m, 0), s, EMULATE)
+    p1 = scaled_pair(pair_bits(a, b, m, 1), s, EMULATE)
+    p2 = scaled_pair(pair_bits(a, b, m, 2), s, EMULATE)
+    p3 = scaled_pair(pair_bits(a, b, m, 3), s, EMULATE)
+    p4 = scaled_pair(pair_bits(a, b, m, 4), s, EMULATE)
+    p5 = scaled_pair(pair_bits(a, b, m, 5), s, EMULATE)
+    p6 = scaled_pair(pair_bits(a, b, m, 6), s, EMULATE)
+    p7 = scaled_pair(pair_bits(a, b, m, 7), s, EMULATE)
     # Joined so that the last three axes are j's bits, lowest first.
     p = tl.join(
         tl.join(tl.join(p0, p4), tl.join(p2, p6)), tl.join(tl.join(p1, p5), tl.join(p3, p7))

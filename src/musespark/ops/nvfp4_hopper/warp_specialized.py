@@ -34,9 +34,15 @@ from musespark.ops.gluon_import import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from musespark.ops.gluon_ring import allocate_ring, next_slot
 from musespark.ops.nvfp4_hopper import layout
-from musespark.ops.nvfp4_hopper.kernel import rotate, scaled_pair
-from musespark.ops.nvfp4_hopper.work_list import NUM_FINISHED, find_item, is_class, wait_for_strips
+from musespark.ops.nvfp4_hopper.kernel import merged, pair_bits, scaled_pair, widened
+from musespark.ops.nvfp4_hopper.work_list import (
+    find_item,
+    finish_strip,
+    is_class,
+    wait_for_strips,
+)
 
 WARPGROUPS = 2
 """That multiply; one more copies."""
@@ -50,12 +56,6 @@ _HALF = gl.constexpr(layout.K_BLOCK // 2)
 _ROWS = gl.constexpr(layout.TILE_ROWS)
 _WORDS = gl.constexpr(layout.TILE_WORDS)
 _SCALES = gl.constexpr(layout.TILE_SCALE_WORDS)
-_MASK = gl.constexpr(layout.PAIR_MASK)
-_MERGE = gl.constexpr(layout.MERGE_MASK)
-_NOT_MERGE = gl.constexpr(layout.MERGE_MASK ^ 0xFFFFFFFF)
-# Widens the byte c to two bfloat16 of bits 16 * c + 128 * bias: one multiply-add for both.
-_WIDEN = gl.constexpr(0x00100010)
-_WIDEN_BIAS = gl.constexpr((128 * layout.WIDE_SCALE_BIAS) * 0x00010001)
 _C = gl.constexpr(WARPGROUPS)
 _G = gl.constexpr(PROGRAM_TILES // WARPGROUPS)
 _TILES = gl.constexpr(PROGRAM_TILES)
@@ -109,13 +109,6 @@ def _product_layout(tokens):
 
 
 @gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
-    """The ring's next step, and how often modulo 2 the ring has come round to it."""
-    wraps = slot == STAGES - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
 def _by(held, TOKENS: gl.constexpr):
     """A ring of tokens [step halves, all, 64] as [.., TOKENS, 64]."""
     COUNT: gl.constexpr = held.shape[0] * held.shape[1] // TOKENS
@@ -126,11 +119,7 @@ def _by(held, TOKENS: gl.constexpr):
 def _allocate_mail():
     """(numbers of two items, whether each has come, whether all have read it)"""
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
-    sent = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(sent.index(slot), count=1)
-        mbarrier.init(read.index(slot), count=_C + 1)
+    sent, read = allocate_ring(2, 1, _C + 1)
     return numbers, sent, read
 
 
@@ -167,9 +156,7 @@ def _split_words(words, scale_words):
     w = gl.reshape(words, [2, 4, 8, 4, 2, 2])  # column half, warp, row, group, row half, word
     w = gl.permute(w, (1, 4, 2, 0, 3, 5))  # warp, row half, row, column half, group, word
     a, b = gl.split(gl.reshape(w, [_ROWS, 8, 2]))
-    low = gl.join(scale_words & 0xFF, (scale_words >> 16) & 0xFF)
-    high = gl.join((scale_words >> 8) & 0xFF, scale_words >> 24)
-    s = gl.join(low, high) * _WIDEN + _WIDEN_BIAS  # [.., row half, column half]
+    s = widened(scale_words)  # [.., row half, column half]
     s = gl.reshape(s, [4, 8, 4, 2, 2])  # warp, row, group, row half, column half
     s = gl.reshape(gl.permute(s, (0, 3, 1, 4, 2)), [_ROWS, 8])
     return a, b, gl.convert_layout(s, a.type.layout, assert_trivial=True)
@@ -182,17 +169,11 @@ def _unpack(a, b, s, HALF: gl.constexpr):
     Pair j holds columns 2 j and 2 j + 1 of each group of 16. All reshapes, permutes and the layout
     conversion are renamings: they follow the order in which lanes hold the left operand.
     """
-    if HALF == 0:
-        p0 = scaled_pair(a & _MASK, s, False)
-        p1 = scaled_pair(rotate(a, 28) & _MASK, s, False)
-        p2 = scaled_pair((a << 6) & _MASK, s, False)
-        p3 = scaled_pair(b & _MASK, s, False)
-    else:
-        m = (a & _MERGE) | (rotate(b, 2) & _NOT_MERGE)
-        p0 = scaled_pair(rotate(b, 28) & _MASK, s, False)
-        p1 = scaled_pair((b << 6) & _MASK, s, False)
-        p2 = scaled_pair((m << 2) & _MASK, s, False)
-        p3 = scaled_pair(rotate(m, 24) & _MASK, s, False)
+    m = merged(a, b)
+    p0 = scaled_pair(pair_bits(a, b, m, 4 * HALF), s, False)
+    p1 = scaled_pair(pair_bits(a, b, m, 4 * HALF + 1), s, False)
+    p2 = scaled_pair(pair_bits(a, b, m, 4 * HALF + 2), s, False)
+    p3 = scaled_pair(pair_bits(a, b, m, 4 * HALF + 3), s, False)
     p = gl.join(gl.join(p0, p2), gl.join(p1, p3))  # row, group, high and low bit of j
     p = gl.reshape(gl.permute(p, (0, 2, 3, 1)), [_ROWS, _HALF // 2])
     first = (p & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
@@ -329,7 +310,7 @@ def _multiply(
             accs = accs[B:] + current
         accs = _settled(accs, 0)
         mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _next(slot, phase, STAGES)
+        slot, phase = next_slot(slot, phase, STAGES)
     results = ()
     for g in gl.static_range(_G):
         for b in gl.static_range(B):
@@ -380,8 +361,7 @@ def _consume(
                             sums[g * EACH + part], hidden, order, start + 16 * part, end,
                             (row + g * _ROWS) // 2, INNER, gate_scale, up_scale, True,
                         )  # fmt: skip
-            barrier()  # all warps have stored
-            gl.atomic_add(record + NUM_FINISHED, 1, sem="release")
+            finish_strip(record)
         else:
             scale = gl.load(down_factors + expert)
             for part in gl.static_range(EACH):
@@ -396,15 +376,29 @@ def _consume(
 
 
 @gluon.jit
+def _copy_strip(
+    ring, slot, phase, weights, scales, tile, steps: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Weights and scales of an item, whose first tile this is; returns the next (slot, phase)."""
+    full, empty, words, scale_words, _mains, _tails = ring
+    for step in range(steps):
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        there = full.index(slot)
+        mbarrier.expect(there, 4 * _TILES * (_WORDS + _SCALES))
+        copy_tensor(weights, [tile, step, 0, 0], there, words.index(slot))
+        copy_tensor(scales, [tile, step, 0], there, scale_words.index(slot))
+        slot, phase = next_slot(slot, phase, STAGES)
+    return slot, phase
+
+
+@gluon.jit
 def _copy_weights(
     args, WIDTH: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """A warp that copies all items' weights and scales."""
     ring, mail, tiles, num_tiles, up, up_scales, down, down_scales = args
-    full, empty, words, scale_words, _mains, _tails = ring
     UP_STRIPS: gl.constexpr = 2 * INNER // (_ROWS * _TILES)
     DOWN_STRIPS: gl.constexpr = WIDTH // (_ROWS * _TILES)
-    BYTES: gl.constexpr = 4 * _TILES * (_WORDS + _SCALES)
     count = gl.load(num_tiles)
     num_up = count * UP_STRIPS
     slot = gl.to_tensor(0)
@@ -416,23 +410,15 @@ def _copy_weights(
             item, tiles, num_up, UP_STRIPS, DOWN_STRIPS
         )
         if item < num_up:
-            tile = expert * (2 * INNER // _ROWS) + strip * _TILES
-            for step in range(WIDTH // _K):
-                mbarrier.wait(empty.index(slot), phase ^ 1)
-                there = full.index(slot)
-                mbarrier.expect(there, BYTES)
-                copy_tensor(up, [tile, step, 0, 0], there, words.index(slot))
-                copy_tensor(up_scales, [tile, step, 0], there, scale_words.index(slot))
-                slot, phase = _next(slot, phase, STAGES)
+            slot, phase = _copy_strip(
+                ring, slot, phase, up, up_scales,
+                expert * (2 * INNER // _ROWS) + strip * _TILES, WIDTH // _K, STAGES,
+            )  # fmt: skip
         else:
-            tile = expert * (WIDTH // _ROWS) + strip * _TILES
-            for step in range(INNER // _K):
-                mbarrier.wait(empty.index(slot), phase ^ 1)
-                there = full.index(slot)
-                mbarrier.expect(there, BYTES)
-                copy_tensor(down, [tile, step, 0, 0], there, words.index(slot))
-                copy_tensor(down_scales, [tile, step, 0], there, scale_words.index(slot))
-                slot, phase = _next(slot, phase, STAGES)
+            slot, phase = _copy_strip(
+                ring, slot, phase, down, down_scales,
+                expert * (WIDTH // _ROWS) + strip * _TILES, INNER // _K, STAGES,
+            )  # fmt: skip
         nth += 1
         item = _take_item(num_tiles + 1, mail, nth)
 
@@ -494,7 +480,7 @@ def _copy_tokens(
                     copy_words(tail_ring.index(to + TAIL_PARTS), address + _HALF, mask=is_row)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             source += _K
-            slot, phase = _next(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, STAGES)
         nth += 1
         item = _receive_item(mail, nth, _TOKEN_WARPS)
 
@@ -516,16 +502,12 @@ def warp_specialized_experts_kernel(
     """
     MAIN: gl.constexpr = _most(MAINS)
     TAIL: gl.constexpr = _most(TAILS)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, empty = allocate_ring(STAGES, 1 + 32 * _TOKEN_WARPS, _C)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, _TILES, 1, 4, _WORDS // 4], _WORDS_BOX)
     scale_words = gl.allocate_shared_memory(gl.int32, [STAGES, _TILES, 1, _SCALES], _SCALES_BOX)
     mains = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, MAIN, _HALF], _TOKENS)
     tails = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, TAIL, _HALF], _TOKENS)
     offsets = gl.allocate_shared_memory(gl.int32, [(MAIN + TAIL) // 16, 16], _FLAT)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32 * _TOKEN_WARPS)
-        mbarrier.init(empty.index(i), count=_C)
     mail = _allocate_mail()
     fence_async_shared()
     ring = (full, empty, words, scale_words, mains, tails)

@@ -9,7 +9,9 @@ its routes from the counts of the chunks before. A batch of one chunk needs only
 The first launch also permutes the columns of the input, where it is asked to.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ _START = tl.constexpr(1)
 _END = tl.constexpr(2)
 _FIRST_TILE = tl.constexpr(3)
 _NUM_TILES = tl.constexpr(4)
-NUM_FINISHED = tl.constexpr(5)
+_NUM_FINISHED = tl.constexpr(5)
 
 _CHUNK = 256
 _PERMUTED_PAIRS = 2048
@@ -196,7 +198,7 @@ def _cut_tiles(starts, total, tiles, num_tiles, E: tl.constexpr, CAPACITY: tl.co
         tl.store(record + _END, tl.minimum(start + CAPACITY, starts + total), mask=exists)
         tl.store(record + _FIRST_TILE, first, mask=exists)
         tl.store(record + _NUM_TILES, num, mask=exists)
-        tl.store(record + NUM_FINISHED, tl.zeros([E], tl.int32), mask=exists)
+        tl.store(record + _NUM_FINISHED, tl.zeros([E], tl.int32), mask=exists)
 
 
 # What the kernels that work the list off have in common. A program's item is a strip of weight
@@ -224,14 +226,41 @@ def find_item(item, tiles, num_first, FIRST_STRIPS: tl.constexpr, SECOND_STRIPS:
 def finish_strip(record):
     """Make the program's stores visible, then count the strip."""
     tl.debug_barrier()  # all warps have stored
-    tl.atomic_add(record + NUM_FINISHED, 1, sem="release")
+    tl.atomic_add(record + _NUM_FINISHED, 1, sem="release")
 
 
 @triton.jit
 def wait_for_strips(record, count):
     """Until so many strips of the tile are finished and visible."""
-    while tl.atomic_add(record + NUM_FINISHED, 0, sem="acquire") < count:
+    while tl.atomic_add(record + _NUM_FINISHED, 0, sem="acquire") < count:
         pass
+
+
+class TileClasses:
+    """Of a tiling: a tile is multiplied as the first class that holds it, as `is_class` has it."""
+
+    __slots__ = ()
+    mains: tuple[int, ...]
+    """Tokens of a tile, by class."""
+    tails: tuple[int, ...]
+    """Tokens of a second matrix product on the same weights, added to the class's first."""
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a tile."""
+        return self.mains[-1] + self.tails[-1]
+
+
+_Tiling = TypeVar("_Tiling", bound=TileClasses)
+
+
+def choose_tiling(
+    num_routes: int, num_experts: int, tilings: Sequence[tuple[float, _Tiling]]
+) -> _Tiling:
+    """The tiling for so many routes over so many experts, of (up to so many rows an expert on
+    average, tiling)."""
+    mean = num_routes / num_experts
+    return next(tiling for most, tiling in tilings if mean <= most)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.model.draft import DraftContext, PagedContext
+from musespark.model.draft import ContextRows, DraftContext, PagedContext
 from musespark.ops.kernel_set import torch_kernels
 from musespark.speculative.draw import Drawing, DrawSettings
 from musespark.speculative.guess import Guess
@@ -52,13 +52,8 @@ class FakeDraft:
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(taps), dim=-1)
 
-    def inject(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        full_slots: Tensor | None,
-        sliding_slots: Tensor | None,
-    ) -> None:
+    def inject(self, rows: ContextRows) -> None:
+        features, positions, full_slots, sliding_slots = rows
         assert features.shape == (len(positions), 1)
         self.num_injected.append(len(positions))
         for slots, cache in ((full_slots, self._full), (sliding_slots, self._sliding)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from musespark.llm.loading import load_draft
-from musespark.model.draft import DraftContext, PagedContext
+from musespark.model.draft import ContextRows, DraftContext, PagedContext
 from musespark.model.kv_cache import KVCacheSpec
 from musespark.speculative.draw import DrawSettings
 from musespark.speculative.proposer import DraftProposer
@@ -127,7 +127,7 @@ def test_a_graph_takes_in_what_the_draft_does(draft):
         full, sliding = (torch.randperm(160, generator=generator)[:count] for _ in range(2))
         before = [one.key.clone() for one, _ in caches]
         for proposer in (plain, graphs):
-            proposer.inject(features, positions, full, sliding)
+            proposer.inject(ContextRows(features, positions, full, sliding))
         for was, (one, other) in zip(before, caches, strict=True):
             assert torch.allclose(one.key, other.key, atol=1e-5)
             assert torch.allclose(one.value, other.value, atol=1e-5)

@@ -28,7 +28,7 @@ from musespark.engine.request import Request, RequestStatus
 from musespark.engine.sampler import Guesses, Sampler, may_differ
 from musespark.engine.scheduler import ScheduledRequest
 from musespark.model.batch import ForwardBatch
-from musespark.model.draft import DraftContext, PagedContext
+from musespark.model.draft import ContextRows, DraftContext, PagedContext
 from musespark.ops.transfers import Readback, send
 from musespark.speculative.budget import Acceptance, StepCosts, Surcharge, choose_widths
 from musespark.speculative.guess import Guess
@@ -73,12 +73,7 @@ class StepPart(NamedTuple):
 class _Rows:
     """Rows of a step that stand, and whose they are."""
 
-    features: Tensor
-    """[T, W] what the draft reads of them."""
-    positions: Tensor
-    """[T]."""
-    slots: tuple[Tensor | None, Tensor | None]
-    """[T] in the caches of the full layers, and of the sliding ones."""
+    context: ContextRows
     owners: list[tuple[Request, int, int]]
     """(request, how many times it had been started, its rows), in order."""
 
@@ -87,23 +82,23 @@ class _Rows:
         """Those of several steps, at least one."""
         if len(parts) == 1:
             return parts[0]
+        contexts = [part.context for part in parts]
         full, sliding = (
             None if slots[0] is None else torch.cat(slots)
-            for slots in zip(*(part.slots for part in parts), strict=True)
+            for slots in zip(*((c.full_slots, c.sliding_slots) for c in contexts), strict=True)
         )
-        return cls(
-            torch.cat([part.features for part in parts]),
-            torch.cat([part.positions for part in parts]),
-            (full, sliding),
-            [owner for part in parts for owner in part.owners],
+        context = ContextRows(
+            torch.cat([c.features for c in contexts]),
+            torch.cat([c.positions for c in contexts]),
+            full,
+            sliding,
         )
+        return cls(context, [owner for part in parts for owner in part.owners])
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "_Rows":
         """Some of the rows, whose owners then no longer count."""
-        index = send(np.asarray(rows, dtype=np.int64), self.positions.device)
-        full, sliding = (None if s is None else s.index_select(0, index) for s in self.slots)
-        features = self.features.index_select(0, index)
-        return _Rows(features, self.positions.index_select(0, index), (full, sliding), self.owners)
+        index = send(np.asarray(rows, dtype=np.int64), self.context.positions.device)
+        return _Rows(self.context.map(lambda x: x.index_select(0, index)), self.owners)
 
 
 class Speculation:
@@ -210,8 +205,7 @@ class Speculation:
         if self._refused is None or not self._lets_wait(schedule):
             return False
         num_sampling = sum(item.samples for item in schedule)
-        # One of those that they want is this step's.
-        num_guessing = sum(item.samples and item.request.num_wanted_tokens > 2 for item in schedule)
+        num_guessing = sum(item.samples and _may_guess(item.request, 1) for item in schedule)
         return (num_guessing, num_sampling) == self._refused
 
     def features(self, output: StepOutput) -> Tensor:
@@ -291,8 +285,8 @@ class Speculation:
             counts.append(count)
         if not all(held):
             rows = rows.take(np.flatnonzero(np.repeat(held, counts)))
-        if len(rows.positions):
-            self._proposer.inject(rows.features, rows.positions, *rows.slots)
+        if len(rows.context.positions):
+            self._proposer.inject(rows.context)
 
     def _propose(self, batch: ForwardBatch, drafting: Sequence[StepPart], sampler: Sampler) -> None:
         requests = [part.request for part in drafting]
@@ -330,9 +324,8 @@ class Speculation:
 def _standing(batch: ForwardBatch, features: Tensor, parts: Sequence[StepPart]) -> _Rows:
     """The rows of a step that stand."""
     starts = batch.query_start
-    full, sliding = (None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
     owners = [(part.request, part.request.num_starts, part.num_kept) for part in parts]
-    rows = _Rows(features, batch.positions, (full, sliding), owners)
+    rows = _Rows(context_rows(batch, features), owners)
     if sum(part.num_kept for part in parts) == starts[-1]:
         return rows
     kept = [
@@ -343,9 +336,16 @@ def _standing(batch: ForwardBatch, features: Tensor, parts: Sequence[StepPart]) 
     return rows.take(kept)
 
 
-def _may_guess(request: Request) -> bool:
-    """Whether a request goes on, for two tokens at least."""
-    return request.status is RequestStatus.RUNNING and request.num_wanted_tokens > 1
+def _may_guess(request: Request, num_to_come: int = 0) -> bool:
+    """Whether a request goes on, for two tokens at least; behind those of a step under way."""
+    wanted = request.num_wanted_tokens - num_to_come
+    return request.status is RequestStatus.RUNNING and wanted > 1
+
+
+def context_rows(batch: ForwardBatch, features: Tensor) -> ContextRows:
+    """All rows of a step, of which a proposer reads `features` [T, W]."""
+    full, sliding = (None if m is None else m.slot_mapping for m in (batch.full, batch.sliding))
+    return ContextRows(features, batch.positions, full, sliding)
 
 
 def draft_inputs(

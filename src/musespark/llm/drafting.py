@@ -19,7 +19,12 @@ from musespark.config.model import DecoderConfig
 from musespark.engine.capacity import DraftRoom
 from musespark.engine.executor import Executor, StepOutput
 from musespark.engine.kv_blocks import CacheLayout
-from musespark.engine.speculation import Speculation, SpeculationSettings, draft_inputs
+from musespark.engine.speculation import (
+    Speculation,
+    SpeculationSettings,
+    context_rows,
+    draft_inputs,
+)
 from musespark.engine.trial_steps import TrialSteps
 from musespark.errors import ConfigError
 from musespark.llm.loading import load_draft, load_embedding
@@ -208,10 +213,9 @@ class _Trial:
 
     def _take_in(self, output: StepOutput, rows: Tensor) -> None:
         """Some rows of a step, perhaps one of them several times."""
-        batch, rows = output.batch, rows.to(output.batch.positions.device)
-        slots = [None if m is None else m.slot_mapping[rows] for m in (batch.full, batch.sliding)]
-        features = self._proposer.features(output.taps)
-        self._proposer.inject(features[rows], batch.positions[rows], *slots)
+        rows = rows.to(output.batch.positions.device)
+        context = context_rows(output.batch, self._proposer.features(output.taps))
+        self._proposer.inject(context.map(lambda x: x[rows]))
 
     def _guess(self, num_sequences: int) -> None:
         if self._last is None or len(self._last.batch.seq_lens) != num_sequences:

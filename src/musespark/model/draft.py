@@ -7,7 +7,7 @@ does; and a small sequential head makes the block's tokens fit one another.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,28 @@ class DraftContext:
     """Of the layers that page with the target's full layers; None: there are none."""
     sliding: PagedContext | None
     """Likewise, with the target's sliding layers."""
+
+
+class ContextRows(NamedTuple):
+    """Tokens that the target has computed and that stand, for `DraftDecoder.inject`."""
+
+    features: Tensor
+    """[T, taps * D_target] of the tokens' tapped streams."""
+    positions: Tensor
+    """[T] int64 position of each token in its sequence."""
+    full_slots: Tensor | None
+    """[T] int64 row of each token in the flattened cache of the layers that page with the target's
+    full layers; None: the target has no such layers."""
+    sliding_slots: Tensor | None
+    """Likewise, with the target's sliding layers."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ContextRows":
+        """With another tensor for each."""
+        full, sliding = (
+            None if slots is None else function(slots)
+            for slots in (self.full_slots, self.sliding_slots)
+        )
+        return ContextRows(function(self.features), function(self.positions), full, sliding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,11 +262,8 @@ class DraftDecoder(nn.Module):
         """Write the context of tokens that the target has computed and that stand.
 
         Args:
-            features: [T, taps * D_target], of the tokens' tapped streams.
-            positions: [T] int64 position of each token in its sequence.
-            full_slots: [T] int64 row of each token in the flattened cache of a layer that pages
-                with the target's full layers; None: the draft has no such layer.
-            sliding_slots: likewise, with the target's sliding layers.
+            features, positions, full_slots, sliding_slots: as in `ContextRows`; no slots are needed
+                of layers that the draft has none of.
             caches: of the draft's layers, written.
         """
         # Rows of padding, which are not written, so that there are products of a few shapes only.

@@ -79,12 +79,46 @@ class StepCosts:
         return tuple(points)
 
 
+class Surcharge:
+    """How much longer than measured steps have taken of late.
+
+    Measured is what the device does, and what starts it. Around it an engine schedules, samples and
+    hands out, while the device works or while it waits; where a step is short, that is as long. So
+    it is watched, by numbers of sequences up to the same power of two.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[int, float] = {}
+        self._verifying: dict[int, float] = {}
+
+    def plain_seconds(self, num_sequences: int) -> float:
+        """Of a step without guesses."""
+        return self._plain.get(num_sequences.bit_length(), 0.0)
+
+    def verify_seconds(self, num_sequences: int) -> float:
+        """Of one that verifies guesses, and the guessing behind it; where that is not known yet, as
+        of one without."""
+        plain = self.plain_seconds(num_sequences)
+        return self._verifying.get(num_sequences.bit_length(), plain)
+
+    def observe(
+        self, num_sequences: int, seconds: float, measured: float, *, verifies: bool
+    ) -> None:
+        """Take in that a step, which verified guesses or did not, has taken `seconds`."""
+        size = num_sequences.bit_length()
+        kept = self._verifying if verifies else self._plain
+        beyond = min(max(seconds - measured, 0.0), _MOST_SURCHARGE * measured)
+        kept[size] = _towards(beyond, kept.get(size, beyond), _NEW)
+        if not verifies and size in self._verifying:
+            self._verifying[size] = _towards(kept[size], self._verifying[size], _FORGET_SURCHARGE)
+
+
 def choose_widths(
     survival: Sequence[Sequence[float]],
     num_sequences: int,
     num_tokens: int,
     costs: StepCosts,
-    surcharge: "Surcharge",
+    surcharge: Surcharge,
 ) -> list[int]:
     """How many of each request's guesses to verify: for the most tokens per second, and then some
     that fill the step up to a round number of tokens.
@@ -121,41 +155,6 @@ def _is_round(num_tokens: int) -> bool:
     """Whether a step of so many tokens is one of a few kinds. On a CPU the first step of a size
     takes half as long again, since its products are set up; GPUs have graphs of some sizes only."""
     return num_tokens <= _MOST_ODD or num_tokens % _ROUND == 0
-
-
-class Surcharge:
-    """How much longer than measured steps have taken of late.
-
-    Measured is what the device does, and what starts it. Around it an engine schedules, samples and
-    hands out, while the device works or while it waits; where a step is short, that is as long. So
-    it is watched, by numbers of sequences up to the same power of two.
-    """
-
-    def __init__(self) -> None:
-        self._plain: dict[int, float] = {}
-        self._verifying: dict[int, float] = {}
-
-    def plain_seconds(self, num_sequences: int) -> float:
-        """Of a step without guesses."""
-        return self._plain.get(num_sequences.bit_length(), 0.0)
-
-    def verify_seconds(self, num_sequences: int) -> float:
-        """Of one that verifies guesses, and the guessing behind it; where that is not known yet, as
-        of one without."""
-        plain = self.plain_seconds(num_sequences)
-        return self._verifying.get(num_sequences.bit_length(), plain)
-
-    def observe(
-        self, num_sequences: int, seconds: float, measured: float, *, verifies: bool
-    ) -> None:
-        """Take in that a step, which verified guesses or did not, has taken `seconds`."""
-        size = num_sequences.bit_length()
-        kept = self._verifying if verifies else self._plain
-        beyond = min(max(seconds - measured, 0.0), _MOST_SURCHARGE * measured)
-        kept[size] = _towards(beyond, kept.get(size, beyond), _NEW)
-        if not verifies and size in self._verifying:
-            forgotten = _towards(kept[size], self._verifying[size], _FORGET_SURCHARGE)
-            self._verifying[size] = forgotten
 
 
 class Acceptance:
@@ -196,7 +195,7 @@ class Acceptance:
 
     def forget(self) -> None:
         """Take in that a step went by without guesses."""
-        self._rates = [rate + _FORGET * (_PRIOR - rate) for rate in self._rates]
+        self._rates = [_towards(_PRIOR, rate, _FORGET) for rate in self._rates]
 
     def is_worthwhile(
         self, num_guessing: int, num_sequences: int, costs: StepCosts, surcharge: Surcharge

@@ -8,39 +8,21 @@ layers all have windows are recorded.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from musespark.config.model import DecoderConfig
-from musespark.model.draft import DraftContext, DraftDecoder, PagedContext
+from musespark.model.draft import ContextRows, DraftContext, DraftDecoder, PagedContext
 from musespark.model.kv_cache import KVCacheSpec
 from musespark.ops.graph_recorder import SIZES, Recorder, padded_size
 from musespark.speculative.draw import DrawSettings
 from musespark.speculative.guess import Guess
 
 Propose = Callable[[Tensor, DraftContext, int, DrawSettings | None], Guess]
-Inject = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
+Inject = Callable[[ContextRows], None]
 # Few sizes below: a product of so many rows takes no longer than one of fewer.
 _FEWEST_ROWS = 16
-
-
-class _Rows(NamedTuple):
-    """Tokens to take in, as for `Proposer.inject`."""
-
-    features: Tensor
-    positions: Tensor
-    full_slots: Tensor | None
-    sliding_slots: Tensor | None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "_Rows":
-        """With another tensor for each."""
-        full, sliding = (
-            None if slots is None else function(slots)
-            for slots in (self.full_slots, self.sliding_slots)
-        )
-        return _Rows(function(self.features), function(self.positions), full, sliding)
 
 
 class ContextGraphs:
@@ -54,7 +36,7 @@ class ContextGraphs:
         self._inject, self._recorder = inject, recorder
         self._numbers = torch.arange(SIZES[-1], device=device)
         # Read by the graphs of all sizes.
-        self._room: _Rows | None = None
+        self._room: ContextRows | None = None
         self._replays: dict[int, Callable[[], None]] = {}
 
     def accepts(self, num_tokens: int) -> bool:
@@ -62,18 +44,11 @@ class ContextGraphs:
         return num_tokens <= SIZES[-1]
 
     @torch.inference_mode()
-    def run(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        full_slots: Tensor | None,
-        sliding_slots: Tensor | None,
-    ) -> None:
+    def run(self, given: ContextRows) -> None:
         """As for `Proposer.inject`."""
-        given = _Rows(features, positions, full_slots, sliding_slots)
         if self._room is None:
             self._room = given.map(lambda x: x.new_empty((SIZES[-1], *x.shape[1:])))
-        count = len(positions)
+        count = len(given.positions)
         size = padded_size(max(count, _FEWEST_ROWS))
         index = self._numbers[:size].clamp_max(count - 1)
         rows = self._room.map(lambda room: room[:size])
@@ -81,7 +56,7 @@ class ContextGraphs:
             if mine is not None and tensor is not None:
                 torch.index_select(tensor, 0, index, out=mine)
         if size not in self._replays:
-            self._replays[size], _ = self._recorder.record(lambda: self._inject(*rows))
+            self._replays[size], _ = self._recorder.record(lambda: self._inject(rows))
         self._replays[size]()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from musespark.config.model import DecoderConfig
-from musespark.model.draft import DraftContext, DraftDecoder
+from musespark.model.draft import ContextRows, DraftContext, DraftDecoder
 from musespark.model.draft_cache import allocate_draft_cache
 from musespark.model.kv_cache import KVCacheSpec
 from musespark.ops.graph_recorder import CudaRecorder, Recorder
@@ -34,22 +34,8 @@ class Proposer(Protocol):
         wait until it takes them in."""
         ...
 
-    def inject(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        full_slots: Tensor | None,
-        sliding_slots: Tensor | None,
-    ) -> None:
-        """Take in T tokens that stand, one at least.
-
-        Args:
-            features: [T, W].
-            positions: [T] int64 of each token in its sequence.
-            full_slots: [T] int64 row of each token in the flattened cache of the full layers; None:
-                the target has no such layers.
-            sliding_slots: likewise.
-        """
+    def inject(self, rows: ContextRows) -> None:
+        """Take in tokens that stand, one at least."""
         ...
 
     def propose(
@@ -113,27 +99,15 @@ class DraftProposer:
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         return self._draft.features(taps)
 
-    def inject(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        full_slots: Tensor | None,
-        sliding_slots: Tensor | None,
-    ) -> None:
+    def inject(self, rows: ContextRows) -> None:
         graphs = self._context_graphs
-        take_in = self._take_in
-        if graphs is not None and graphs.accepts(len(positions)):
-            take_in = graphs.run
-        take_in(features, positions, full_slots, sliding_slots)
+        if graphs is not None and graphs.accepts(len(rows.positions)):
+            graphs.run(rows)
+        else:
+            self._take_in(rows)
 
-    def _take_in(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        full_slots: Tensor | None,
-        sliding_slots: Tensor | None,
-    ) -> None:
-        self._draft.inject(features, positions, full_slots, sliding_slots, self._caches)
+    def _take_in(self, rows: ContextRows) -> None:
+        self._draft.inject(*rows, self._caches)
 
     def propose(
         self,

@@ -4,6 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from tests.gpu.hopper import needs_hopper
 from tests.ops.accuracy import assert_within
 from tests.ops.test_attention import exact_row
 
@@ -12,11 +13,7 @@ from musespark.ops.attention_prefill_hopper import (
     can_prefill_on_hopper,
 )
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"),
-]
+pytestmark = needs_hopper
 KV_HEADS, BLOCK, HEAD_DIM, SCALE = 2, 16, 64, 0.3
 
 

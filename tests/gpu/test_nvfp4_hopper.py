@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.gpu.hopper import needs_hopper
 from tests.ops import test_bf16_grouped_gemm_hopper as bf16
 from tests.ops import test_nvfp4_hopper as nvfp4
 from tests.ops.accuracy import BF16, randn, seeded
@@ -13,11 +14,7 @@ from musespark.ops.bf16_grouped_gemm_hopper import HopperBF16Experts
 from musespark.ops.nvfp4_hopper import HopperNVFP4Experts
 from musespark.ops.nvfp4_hopper.experts import TILINGS, WARP_TILING, tilings_for
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"),
-]
+pytestmark = needs_hopper
 EXPERTS, TOP_K = 9, 4
 # Narrow, of one step of columns; of an odd number of steps; of an even number.
 SHAPES = [(128, 128), (384, 128), (256, 640)]

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from tests.gpu.hopper import needs_hopper
 from tests.ops.accuracy import BF16
 from tests.ops.test_nvfp4_hopper import random_experts
 
@@ -17,11 +18,7 @@ from musespark.ops.attention_prefill_hopper import attention_prefill_hopper
 from musespark.ops.nvfp4_hopper import HopperNVFP4Experts
 from musespark.ops.nvfp4_hopper.experts import WARP_TILING
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"),
-]
+pytestmark = needs_hopper
 SECONDS = 3.0
 OTHER = """
 import torch

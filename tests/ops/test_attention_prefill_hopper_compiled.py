@@ -4,11 +4,8 @@ Layouts are asserted where they are used. Here: the assembler found registers en
 instructions run beside the softmax, and has left the waits where they belong.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
+from tests.ops.assembly import run_compiler
 
 from musespark.ops.gluon_import import HAS_GLUON
 
@@ -19,13 +16,11 @@ pytestmark = [
 
 # In a process of its own, since kernels here are defined for the interpreter.
 SCRIPT = """
-import re, subprocess, sys, tempfile
-from pathlib import Path
+import re, sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
+from tests.ops.assembly import assembly, compile_for_hopper
 from musespark.ops.attention_prefill_hopper import attention_prefill_hopper
 
 KINDS = {torch.bfloat16: "*bf16", torch.int32: "*i32"}
@@ -46,14 +41,7 @@ def run(kernel, *args, grid, warmup, num_warps, **constants):
             if parameter.name == "query_stride":
                 aligned[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(kernel, signature, given, aligned)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
-    )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
+    sass = assembly(compile_for_hopper(source, num_warps=num_warps))
     pattern = r"HGMMA[.]64x\\d+|DEPBAR[.]LE gsb0, 0x\\d|MUFU[.]EX2|LDGSTS[.E]+BYPASS[.]128"
     print(*(found.replace(" ", "_") for found in re.findall(pattern, sass)))
 
@@ -72,16 +60,12 @@ attention_prefill_hopper(
 
 @pytest.mark.parametrize(("first_on_device", "window"), [(False, None), (True, 2048)])
 def test_products_run_beside_the_softmax(first_on_device, window, tmp_path):
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, repr(first_on_device), repr(window)],
-        capture_output=True, text=True, check=True, env=env,
-    )  # fmt: skip
-    found = done.stdout.split()
+    printed = run_compiler(SCRIPT, repr(first_on_device), repr(window), cache=tmp_path)
+    found = printed.split()
     assert any(name.startswith("LDGSTS") for name in found)  # 16 bytes at a time
     scores, values = "HGMMA.64x128", "HGMMA.64x64"
-    steps = done.stdout.count(" ".join([scores] * 4 + [values] * 8 + ["DEPBAR.LE_gsb0,_0x1"]))
+    steps = printed.count(" ".join([scores] * 4 + [values] * 8 + ["DEPBAR.LE_gsb0,_0x1"]))
     assert steps == 2 * 3  # two loops of three warpgroups; nothing waits in between
-    for part in done.stdout.split("DEPBAR.LE_gsb0,_0x1")[1:]:
+    for part in printed.split("DEPBAR.LE_gsb0,_0x1")[1:]:
         softmax = part.split("DEPBAR.LE_gsb0,_0x0")[0]
         assert softmax.count("MUFU.EX2") == 128 // 2 + 2  # of a thread: all before the next wait
